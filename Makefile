@@ -1,0 +1,73 @@
+# `make quickstart` and `make test` set up everything in .venv first; nothing else is touched.
+# PYTHON picks the interpreter (3.11 or newer), ARGS goes to the command: make quickstart ARGS="seed=1".
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+ARGS   ?=
+
+BIN       := .venv/bin
+READY     := .venv/.ready
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+PIP       := $(BIN)/python -m pip --disable-pip-version-check --timeout 60 install --quiet
+PYTEST    := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+# Start-up time is compile time where Python may not keep what it compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup quickstart check test lint types imports test-fast test-parts test-runs format clean
+
+help: ## what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## everything into .venv
+
+quickstart: $(READY) ## a small model learns to add, by SFT and then GRPO
+	$(BIN)/hybridflow quickstart $(ARGS)
+
+check: lint types imports test-fast ## what to run before each commit, under a minute
+
+test: lint types imports test-parts test-runs ## everything CI runs
+
+lint: $(READY) ## ruff
+	$(BIN)/ruff check src tests
+
+types: $(READY) ## mypy
+	$(BIN)/mypy
+
+imports: $(READY) ## the import rules of docs/architecture.md
+	$(BIN)/lint-imports --cache-dir .venv/.import-linter > .venv/imports.txt || { cat .venv/imports.txt; exit 1; }
+
+test-fast: $(READY) ## unit tests but for the slow ones
+	$(PYTEST) -n 2 -m "not slow" tests/unit
+
+test-parts: $(READY) ## unit tests, contracts, and GPU tests where there is a GPU
+	$(PYTEST) -n 2 --dist loadfile tests/unit tests/contract tests/gpu
+
+test-runs: $(READY) ## whole runs, one after the other, since they measure time
+	$(PYTEST) tests/e2e
+
+format: $(READY) ## ruff, with its fixes
+	$(BIN)/ruff check --fix src tests
+
+clean: ## take out .venv and caches
+	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# torch comes first and pinned: an open range takes a CUDA build of several gigabytes on a machine without a GPU.
+# Where the index of CPU builds cannot be reached, pip takes what it finds for the pinned version, and goes on.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"error: {sys.executable} is Python {v[0]}.{v[1]} and hybridflow needs 3.11 or newer; name another, as in: make setup PYTHON=python3.11")'
+	@echo "setting up .venv (a few minutes the first time)"
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv >/dev/null || \
+		{ $(PYTHON) -m venv --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	@if [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; then \
+		echo "installing $(TORCH) for the GPU"; $(PIP) "$(TORCH)"; \
+	elif $(BIN)/python -c 'import signal, urllib.request as r; signal.alarm(10); r.urlopen("$(CPU_INDEX)/torch/", timeout=8)' >/dev/null 2>&1; then \
+		echo "installing $(TORCH), CPU build"; $(PIP) --extra-index-url $(CPU_INDEX) "$(TORCH)"; \
+	else \
+		echo "installing $(TORCH); $(CPU_INDEX) does not answer, so pip's own sources decide the build"; $(PIP) "$(TORCH)"; \
+	fi
+	@echo "installing hybridflow and its tools"
+	@$(PIP) "$(TORCH)" --editable '.[ray,dev]'
+	@touch $@

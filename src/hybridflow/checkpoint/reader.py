@@ -1,0 +1,197 @@
+"""Finding and reading checkpoints. Nothing is unpickled, and nothing is believed before its checksum is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hybridflow.checkpoint.manifest import (
+    STATE,
+    CheckpointError,
+    Dtype,
+    Manifest,
+    TensorShard,
+    describe_file,
+    intersect,
+    iter_tensors,
+    read_manifest,
+)
+
+_log = logging.getLogger(__name__)
+_Pieces = list[tuple[str, TensorShard]]
+_DTYPES = {name: getattr(torch, name) for name in get_args(Dtype)}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint on disk.
+
+    state:   what the controller gave to `commit`.
+    damaged: newer ones that were passed over, one sentence each.
+    """
+
+    path: Path
+    manifest: Manifest
+    state: dict[str, Any]
+    damaged: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """The step after which it was written."""
+        return self.manifest.step
+
+    def role_state(self, role: str) -> dict[str, Any]:
+        """The state that the role's lowest rank gave to `write_shard`."""
+        ranks = {entry.rank: entry.state for entry in self.manifest.shards if entry.role == role}
+        if not ranks:
+            roles = sorted({entry.role for entry in self.manifest.shards})
+            raise CheckpointError(f"{self.path} has no role '{role}'; it has {roles}")
+        return ranks[min(ranks)]
+
+    def load_tensors(self, role: str, prefix: str = "") -> dict[str, Tensor]:
+        """All tensors of a role, whole, on the CPU, by the names that begin with `prefix`; from however many shards."""
+        names = {name: pieces for (owner, name), pieces in iter_tensors(self.manifest.shards) if owner == role}
+        with ExitStack() as stack:
+            reader = _Reader(self.path, stack)
+            return {
+                name: reader.read(name, pieces, (0,) * len(pieces[0][1].global_shape), pieces[0][1].global_shape)
+                for name, pieces in names.items()
+                if name.startswith(prefix)
+            }
+
+    def load_region(self, role: str, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """One box of one tensor, as another layout wants it; only the shards that it touches are read."""
+        pieces = dict(iter_tensors(self.manifest.shards)).get((role, name))
+        if pieces is None:
+            raise CheckpointError(f"{self.path} has no tensor '{name}' of {role}")
+        sizes = pieces[0][1].global_shape
+        if len(offsets) != len(sizes) or any(
+            not 0 <= o <= o + n <= g for o, n, g in zip(offsets, shape, sizes, strict=True)
+        ):
+            raise CheckpointError(f"tensor '{name}' has the shape {sizes}, and no box at {offsets} of {shape}")
+        with ExitStack() as stack:
+            return _Reader(self.path, stack).read(name, pieces, offsets, shape)
+
+
+def newest_checkpoint(root: str | os.PathLike[str]) -> Checkpoint | None:
+    """The whole checkpoint that was written last, or None where there is none at all.
+
+    Every file's checksum is verified. A damaged one is logged, named in `Checkpoint.damaged` and passed over.
+    Raises CheckpointError if all are damaged: starting anew would in the end remove them.
+    """
+    readable, unreadable = scan(Path(root))
+    damaged = list(unreadable.values())
+    for path, _ in readable:
+        try:
+            checkpoint = open_checkpoint(path)
+        except CheckpointError as error:
+            damaged.append(str(error))
+            continue
+        for sentence in damaged:
+            _log.warning("checkpoint passed over: %s", sentence)
+        return replace(checkpoint, damaged=tuple(damaged))
+    if damaged:
+        raise CheckpointError(f"no checkpoint in {root} is whole: {'; '.join(damaged)}; repair them or move them away")
+    return None
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint in this directory, every checksum verified. Raises CheckpointError naming the file that is at fault."""
+    path = Path(path).resolve()
+    manifest = read_manifest(path)
+    damage = find_damage(path, manifest, checksums=True)
+    if damage is not None:
+        raise CheckpointError(damage)
+    return _build(path, manifest)
+
+
+def load_shards(directory: str | os.PathLike[str], role: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A role's tensors, whole, and its state, from a checkpoint that the controller has verified already."""
+    path = Path(directory)
+    checkpoint = _build(path, read_manifest(path))
+    return checkpoint.load_tensors(role), checkpoint.role_state(role)
+
+
+def scan(root: Path) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]:
+    """The checkpoints with a sound manifest, last written first, and what is wrong with those without."""
+    readable: list[tuple[Path, Manifest]] = []
+    unreadable: dict[Path, str] = {}
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        if step_of(path) is None:
+            continue
+        try:
+            readable.append((path, read_manifest(path)))
+        except CheckpointError as error:
+            unreadable[path] = str(error)
+    return sorted(readable, key=lambda found: -found[1].sequence), unreadable
+
+
+def step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint's directory; None if the name is not one."""
+    match = re.fullmatch(r"(?:\.replaced-)?step_(\d+)", path.name)
+    return int(match[1]) if match else None
+
+
+def find_damage(path: Path, manifest: Manifest, *, checksums: bool) -> str | None:
+    """The first file that is missing, of another size or, if `checksums`, of other bytes, in a sentence; None if all are whole."""
+    for name, record in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{file} is missing"
+        if file.stat().st_size != record.num_bytes:
+            return f"{file} has {file.stat().st_size} bytes instead of {record.num_bytes}"
+        if checksums and describe_file(file) != record:
+            return f"{file} does not match its checksum"
+    return None
+
+
+def _build(path: Path, manifest: Manifest) -> Checkpoint:
+    return Checkpoint(path, manifest, json.loads((path / STATE).read_text()))
+
+
+class _Reader:
+    """Reads boxes of tensors from shard files, each opened once."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._path, self._stack = path, stack
+        self._open: dict[str, Any] = {}
+
+    def read(self, name: str, pieces: _Pieces, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """The box of the tensor at `offsets`, put together from the pieces that touch it."""
+        file, box = pieces[0]
+        if (box.offsets, box.shape) == (offsets, shape):
+            return self._fetch(file, name, box, None)
+        region = torch.empty(shape, dtype=_DTYPES[box.dtype])
+        for file, box in pieces:
+            shared = intersect(offsets, shape, box.offsets, box.shape)
+            if shared is not None:
+                region[_slices(shared, offsets)] = self._fetch(file, name, box, _slices(shared, box.offsets))
+        return region
+
+    def _fetch(self, file: str, name: str, box: TensorShard, part: tuple[slice, ...] | None) -> Tensor:
+        try:
+            if file not in self._open:
+                self._open[file] = self._stack.enter_context(safe_open(self._path / file, framework="pt"))
+            view = self._open[file].get_slice(name)
+            tensor: Tensor = self._open[file].get_tensor(name) if part is None else view[part]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self._path / file}, tensor '{name}': {error}") from error
+        if tuple(view.get_shape()) != box.shape or tensor.dtype != _DTYPES[box.dtype]:
+            raise CheckpointError(
+                f"{self._path / file}, tensor '{name}': not {box.dtype} {box.shape} as the manifest says"
+            )
+        return tensor
+
+
+def _slices(shared: tuple[tuple[int, ...], tuple[int, ...]], origin: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(start - o, stop - o) for start, stop, o in zip(*shared, origin, strict=True))

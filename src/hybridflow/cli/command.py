@@ -1,0 +1,91 @@
+"""What every command has: its help, its options, and the way from its arguments to checked settings."""
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+SHIPPED = Path(__file__).parent.parent / "configs"
+
+_OVERRIDES = """\
+overrides:
+  a.b=value          set a key; a list is a.b=[1,2], null is a.b=null, quote what holds , ( ) or =: 'a.b="x=y"'
+  group=name         take group/name.yaml, where the configuration has such a group
+  +a.b=value         add a key that is not in the YAML        ++a.b=value    set it, there or not
+  ~a.b               take a key out of the YAML, so that its default holds
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command, e.g. `hybridflow rl`.
+
+    load: imports what the command needs; returns its settings class and the function that takes such settings.
+    show: writes what that function returned to standard output.
+    """
+
+    name: str
+    summary: str
+    examples: tuple[str, ...]
+    load: Callable[[], tuple[type[Any], Callable[[Any], Any]]]
+    show: Callable[[Any], None]
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a wrong argument in one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+def build_parser(command: Command) -> Parser:
+    """The parser of one command's arguments."""
+    shipped = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.yaml")))
+    examples = "".join(f"  {example}\n" for example in command.examples)
+    parser = Parser(
+        prog=f"hybridflow {command.name}",
+        description=command.summary,
+        epilog=f"{_OVERRIDES}\nexamples:\n{examples}\nshipped configurations: {shipped} (in {SHIPPED})",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the configuration, see below")
+    parser.add_argument(
+        "--config-path", metavar="DIR", help="your folder of YAML; the shipped one is searched after it"
+    )
+    parser.add_argument(
+        "--config-name", metavar="NAME", default=command.name, help="the YAML to start from (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the configuration, all defaults filled in, and stop"
+    )
+    return parser
+
+
+def run(command: Command, parsed: argparse.Namespace) -> None:
+    """Load the command's settings from its parsed arguments and do what it says."""
+    # Pydantic, Hydra and what the command needs take longer to import than `--help` may run.
+    from hybridflow.config import load_config, to_yaml
+
+    settings_class, function = command.load()
+    config = load_config(
+        settings_class, config_path=parsed.config_path, config_name=parsed.config_name, overrides=parsed.overrides
+    )
+    if parsed.print_config:
+        print(to_yaml(config), end="")
+    else:
+        command.show(function(config))
+
+
+def print_json(result: dict[str, Any]) -> None:
+    """One line of JSON; a number that is not finite becomes null."""
+    print(json.dumps({key: _finite(value) for key, value in result.items()}), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

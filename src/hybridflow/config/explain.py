@@ -1,0 +1,134 @@
+"""From a failed check to one sentence a person can act on: the key, the value and the remedy."""
+
+import re
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from hybridflow.config import schema
+
+Path = tuple[str, ...]
+
+_MAX_VALUE_CHARS = 80
+_WORDS = re.compile(r"\^\(?([\w|-]+)\)?\$")
+_UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
+_MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
+_WANTED = {
+    "bool_type": "true or false",
+    "callable_type": "a function",
+    "dataclass_type": "a section of keys",
+    "dict_type": "a mapping",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "none_required": "null",
+    "path_type": "a path",
+    "string_type": "a string",
+    "tuple_type": "a list",
+}
+
+
+def explain_all(error: ValidationError, cls: type, values: Any, root: str = "") -> str:
+    """One sentence a line for each wrong key of `values`, which was checked against `cls`.
+
+    root: put before each key, for a class that is constructed by itself.
+    """
+    by_path: dict[Path, list[ErrorDetails]] = {}
+    for details in error.errors(include_url=False):
+        by_path.setdefault(_real_path(details, values), []).append(details)
+    return "\n".join(_explain(cls, path, group, root) for path, group in by_path.items())
+
+
+def _real_path(details: ErrorDetails, values: Any) -> Path:
+    """The keys of an error's location, without the names of union members that pydantic puts among them."""
+    location, path, node = details["loc"], [], values
+    names_itself = details["type"] in _UNKNOWN + _MISSING
+    for place, part in enumerate(location):
+        if _holds(node, part):
+            node = node[part]
+        elif not (names_itself and place == len(location) - 1):
+            continue
+        path.append(str(part))
+    return tuple(path)
+
+
+def _holds(node: Any, part: str | int) -> bool:
+    if isinstance(node, list | tuple):
+        return isinstance(part, int) and part < len(node)
+    return isinstance(node, dict) and part in node
+
+
+def _explain(cls: type, path: Path, group: list[ErrorDetails], root: str) -> str:
+    first = group[0]
+    key = ".".join((root, *path)) if root else ".".join(path)
+    kind = first["type"]
+    if kind in _UNKNOWN:
+        return explain_unknown(cls, path, shown(first["input"]), root)
+    if kind in _MISSING and isinstance(first["loc"][-1], int):
+        return f"{key} is not set, and its list must have at least {first['loc'][-1] + 1} items; add it"
+    if kind in _MISSING:
+        return f"{key} is required and not set; {_remedy(cls, path, key)}"
+    if kind == "value_error":
+        return f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
+    if kind in ("literal_error", "enum"):
+        return f"{key} is {shown(first['input'])}; {_choice(first['input'], first['ctx']['expected'])}"
+    if kind == "string_pattern_mismatch" and (words := _WORDS.fullmatch(first["ctx"]["pattern"])):
+        return f"{key} is {shown(first['input'])}; {_choice(first['input'], words[1].replace('|', ', '))}"
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return _explain_tag(key, first["ctx"])
+    rule = " or ".join(dict.fromkeys(_rule(details) for details in group))
+    return f"{key or 'the configuration'} is {shown(first['input'])} and must {rule}; {_remedy(cls, path, key)}"
+
+
+def _explain_tag(key: str, context: dict[str, Any]) -> str:
+    """The sentence for a section of several kinds whose deciding key is wrong or not there."""
+    tag = key + "." + context["discriminator"].strip("'")
+    if "tag" not in context:
+        return f"{tag} is required and not set; it says which kind {key} is"
+    return f"{tag} is {shown(context['tag'])}; {_choice(context['tag'], context['expected_tags'])}"
+
+
+def explain_unknown(cls: type, path: Path, value: str, root: str = "") -> str:
+    """The sentence for a key that `cls` does not have; it names the key that was probably meant."""
+    lead = f"{root}." if root else ""
+    start = f"unknown key '{lead}{'.'.join(path)}' (value {value})"
+    near = schema.nearest_key(cls, path)
+    if near:
+        return f"{start}: the nearest key is '{lead}{near}'; correct it or take it out"
+    known = sorted({name for owner in schema.classes_at(cls, path[:-1]) for name in schema.fields(owner)})
+    place = f"'{'.'.join(path[:-1])}'" if path[:-1] else "the configuration"
+    return f"{start}: the keys of {place} are {', '.join(known)}; take it out or use one of these"
+
+
+def _choice(value: Any, expected: str) -> str:
+    choices = [choice.strip("'") for choice in expected.replace(" or ", ", ").split(", ")]
+    near = schema.nearest(value, choices) if isinstance(value, str) else None
+    return f"write one of {', '.join(choices)}" + (f" (the nearest is {near})" if near else "")
+
+
+def _rule(details: ErrorDetails) -> str:
+    """What pydantic asks for, to go after 'must': 'be a number', 'be greater than 0', 'have at least 1 item'."""
+    if details["type"] in _WANTED:
+        return f"be {_WANTED[details['type']]}"
+    return details["msg"].partition(" should ")[2] or f"be valid ({details['msg']})"
+
+
+def _remedy(cls: type, path: Path, key: str) -> str:
+    field = schema.field_at(cls, path) if path else None
+    if field is None:
+        return "correct the value"
+    if field.is_required():
+        about = f" ({' '.join(field.description.split()).rstrip('.')})" if field.description else ""
+        return f"set {key}{about}"
+    if field.default is PydanticUndefined or schema.is_settings(type(field.default)):
+        return "correct it or leave it out"
+    return f"correct it or leave it at its default, {shown(field.default)}"
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: as YAML writes it where that is short, and never long."""
+    words = {True: "true", False: "false", None: "null"}
+    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."

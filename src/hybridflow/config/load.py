@@ -1,0 +1,83 @@
+"""From YAML and overrides to a checked settings object, and back to YAML."""
+
+import dataclasses
+import enum
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from hybridflow.config.errors import ConfigError
+from hybridflow.config.explain import explain_all
+
+T = TypeVar("T")
+
+
+def load_config(
+    cls: type[T], *, config_name: str, config_path: str | Path | None = None, overrides: Sequence[str] = ()
+) -> T:
+    """Compose a configuration as Hydra does and check it: `load_config(RLConfig, config_name="rl", overrides=["seed=1"])`.
+
+    config_path: a directory of YAML, searched before the shipped one; None for the shipped one alone.
+    overrides:   `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`, as on the command line.
+    Raises ConfigError, one sentence a line for each thing that is wrong.
+    """
+    # Hydra takes longer to import than `--help` may run.
+    from hybridflow.config.composition import compose_values
+
+    values = compose_values(cls, config_path=config_path, config_name=config_name, overrides=overrides)
+    return check_config(cls, values)
+
+
+def check_config(cls: type[T], values: Mapping[str, Any]) -> T:
+    """The settings object that plain values (of YAML or JSON) describe. Raises ConfigError, one sentence a line."""
+    try:
+        # As JSON, because that alone lets a mapping stand for a section and a list for a tuple while numbers stay strict.
+        return TypeAdapter(cls).validate_json(json.dumps(values, default=_refuse))
+    except ValidationError as error:
+        raise ConfigError(explain_all(error, cls, values)) from None
+
+
+def to_plain(value: Any) -> Any:
+    """A settings object, or anything inside one, as mappings, lists and scalars; a function becomes its import path."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Path):
+        return str(value)
+    if callable(value):
+        return f"{value.__module__}:{value.__qualname__}"
+    return value
+
+
+def to_yaml(value: Any) -> str:
+    """A settings object as YAML that `load_config` reads back to an equal object.
+
+    A function is written as its import path, so an object that holds one comes back with the path in its place.
+    """
+    import yaml
+
+    return yaml.safe_dump(_escape(to_plain(value)), sort_keys=False, allow_unicode=True, width=2**20)
+
+
+def _escape(value: Any) -> Any:
+    """Keep a literal `${`, and backslashes before one, from being read as a reference when the YAML is composed again."""
+    if isinstance(value, dict):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escape(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def _refuse(value: Any) -> NoReturn:
+    raise ConfigError(
+        f"the configuration holds {value!r}, a {type(value).__name__}; write it as a string, number, list or mapping"
+    )

@@ -1,0 +1,123 @@
+"""What a settings class allows: its keys, its nested classes, and the key nearest to a misspelt one."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+_NEAR = 0.6
+_SAME_WORD = 0.8
+
+
+def fields(cls: Any) -> dict[str, FieldInfo]:
+    """The fields of a settings class, with resolved annotations and descriptions."""
+    declared: dict[str, FieldInfo] = cls.__pydantic_fields__
+    return declared
+
+
+def is_settings(annotation: Any) -> bool:
+    """Whether `annotation` is a class made by `@settings`."""
+    return (
+        isinstance(annotation, type)
+        and dataclasses.is_dataclass(annotation)
+        and "__pydantic_fields__" in vars(annotation)
+    )
+
+
+def iter_settings(annotation: Any) -> Iterator[type]:
+    """The settings classes that a mapping at this annotation may stand for, through unions and `Annotated`."""
+    if is_settings(annotation):
+        yield annotation
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        for member in typing.get_args(annotation):
+            yield from iter_settings(member)
+    elif typing.get_origin(annotation) is typing.Annotated:
+        yield from iter_settings(typing.get_args(annotation)[0])
+
+
+def iter_keys(cls: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted key below `cls`, sections before their contents."""
+    for name, field in fields(cls).items():
+        yield prefix + name
+        for child in iter_settings(field.annotation):
+            yield from iter_keys(child, f"{prefix}{name}.")
+
+
+def classes_at(cls: type, path: tuple[str, ...]) -> tuple[type, ...]:
+    """The settings classes at a dotted path below `cls`, items of tuples and mappings counted as one level."""
+    found: tuple[Any, ...] = (cls,)
+    for part in path:
+        found = tuple(child for annotation in found for child in _step(annotation, part))
+    return tuple(child for annotation in found for child in iter_settings(annotation))
+
+
+def field_at(cls: type, path: tuple[str, ...]) -> FieldInfo | None:
+    """The field at a dotted path below `cls`, or None where there is none."""
+    for owner in classes_at(cls, path[:-1]):
+        if path[-1] in fields(owner):
+            return fields(owner)[path[-1]]
+    return None
+
+
+def is_known(cls: type, key: str) -> bool:
+    """Whether the dotted `key` names a setting, or something inside a setting that is a free mapping."""
+    path = tuple(key.split("."))
+    if field_at(cls, path) is not None:
+        return True
+    return any(
+        (field := field_at(cls, path[:length])) is not None and _holds_mapping(field.annotation)
+        for length in range(1, len(path))
+    )
+
+
+def nearest(word: str, choices: list[str]) -> str | None:
+    """The choice most like `word`, or None if none is alike."""
+    return next(iter(difflib.get_close_matches(word, choices, n=1, cutoff=_NEAR)), None)
+
+
+def nearest_key(cls: type, path: tuple[str, ...]) -> str | None:
+    """The dotted key that was probably meant by the unknown `path`.
+
+    First a sibling that is nearly the same word, then a key of the same name elsewhere, then whatever is alike.
+    """
+    section = "".join(f"{part}." for part in path[:-1])
+    siblings = [name for owner in classes_at(cls, path[:-1]) for name in fields(owner)]
+    sibling = nearest(path[-1], siblings)
+    if sibling and difflib.SequenceMatcher(None, sibling, path[-1]).ratio() >= _SAME_WORD:
+        return section + sibling
+    everywhere = list(iter_keys(cls))
+    namesakes = [key for key in everywhere if key.rpartition(".")[2] == path[-1]]
+    if namesakes:
+        return max(namesakes, key=lambda key: difflib.SequenceMatcher(None, key, ".".join(path)).ratio())
+    if sibling:
+        return section + sibling
+    by_name = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
+    alike = nearest(path[-1], list(by_name))
+    return by_name[alike] if alike else nearest(".".join(path), everywhere)
+
+
+def _step(annotation: Any, part: str) -> Iterator[Any]:
+    if is_settings(annotation):
+        if part in fields(annotation):
+            yield fields(annotation)[part].annotation
+        return
+    origin, members = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        for member in members:
+            yield from _step(member, part)
+    elif origin is typing.Annotated:
+        yield from _step(members[0], part)
+    elif origin in (tuple, list) and part.isdigit():
+        yield members[0]
+    elif origin is dict:
+        yield members[1]
+
+
+def _holds_mapping(annotation: Any) -> bool:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+        return any(_holds_mapping(member) for member in typing.get_args(annotation))
+    return annotation is dict or typing.get_origin(annotation) is dict or annotation is Any

@@ -1,0 +1,17 @@
+"""Rows from files: as examples to learn, and as prompts to continue."""
+
+from hybridflow.data.loader import PromptPool, SFTLoader, iter_examples, iter_prompts, read_prompts
+from hybridflow.data.settings import DataSettings
+from hybridflow.data.sources import DataError
+from hybridflow.data.tokenizers import build_character_tokenizer
+
+__all__ = [
+    "DataError",
+    "DataSettings",
+    "PromptPool",
+    "SFTLoader",
+    "build_character_tokenizer",
+    "iter_examples",
+    "iter_prompts",
+    "read_prompts",
+]

@@ -1,0 +1,166 @@
+"""What each command of the command line does, as a function of its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hybridflow.batch import Batch
+from hybridflow.checkpoint import export_checkpoint, newest_checkpoint, open_checkpoint
+from hybridflow.config import ConfigError, Field, settings
+from hybridflow.data import DataSettings, read_prompts
+from hybridflow.flow import rl, sft
+from hybridflow.flow.evaluation import EvaluationSettings, Evaluator
+from hybridflow.flow.rl_job import RLConfig, RLJob, check_rl
+from hybridflow.flow.sft_job import SFTConfig, SFTJob, check_sft
+from hybridflow.models import load_tokenizer
+from hybridflow.rewards import RewardSettings, check_reward
+from hybridflow.roles.generator import RolloutSettings, place_generator
+from hybridflow.roles.policy import ModelSettings, ModelSpec, check_model, model_directory
+from hybridflow.roles.reward_model import RewardModel
+from hybridflow.runtime.api import Runtime, RuntimeSettings
+from hybridflow.runtime.start import start_runtime, worker_threads
+from hybridflow.types import Numerics, SamplingParams
+
+
+@settings
+class GenerateConfig:
+    """Samples from a model: `hybridflow generate model.path=runs/... prompts=["12+34="]`."""
+
+    model: ModelSettings
+    """Which model."""
+    prompts: tuple[str, ...] = ()
+    """Texts to continue."""
+    data: DataSettings | None = None
+    """Rows whose prompts are continued, after `prompts`."""
+    output: str | None = None
+    """Parquet file for the samples; null prints them alone."""
+    sampling: SamplingParams = Field(default_factory=SamplingParams)
+    """How responses are drawn."""
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
+    """Who generates."""
+    numerics: Numerics = "fast"
+    """See `hybridflow rl`."""
+    runtime: RuntimeSettings = Field(default_factory=RuntimeSettings)
+    """Where it runs."""
+
+
+@settings
+class EvalConfig:
+    """A model's mean reward on held-out rows: `hybridflow eval model.path=runs/... evaluation.data.files=[test.jsonl]`."""
+
+    model: ModelSettings
+    """Which model."""
+    evaluation: EvaluationSettings
+    """On what."""
+    reward: RewardSettings
+    """What a response is worth."""
+    output: str | None = None
+    """Parquet file for the scored samples."""
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
+    """Who generates."""
+    numerics: Numerics = "fast"
+    """See `hybridflow rl`."""
+    runtime: RuntimeSettings = Field(default_factory=RuntimeSettings)
+    """Where it runs."""
+
+
+@settings
+class ExportConfig:
+    """A checkpoint as a Hugging Face directory: `hybridflow export checkpoint=runs/p/n output=model`."""
+
+    checkpoint: str
+    """A checkpoint's directory, or a run's, whose newest whole checkpoint is taken."""
+    output: str
+    """Directory to write; must not hold a model yet."""
+    dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16)$")
+    """Numbers of the written weights; `auto` keeps those of training."""
+
+
+def run_rl(
+    config: RLConfig,
+    *,
+    reward_function: Callable[..., Any] | None = None,
+    advantage_function: Callable[..., Any] | None = None,
+) -> dict[str, Any]:
+    """Trains by reinforcement learning; returns the run's directory and its last metrics."""
+    check_rl(config)
+    runtime = start_runtime(config.runtime)
+    try:
+        job = RLJob(config, runtime, reward_function=reward_function, advantage_function=advantage_function)
+        try:
+            rl.train(job)
+        finally:
+            job.close()
+        return job.result()
+    finally:
+        runtime.shutdown()
+
+
+def run_sft(config: SFTConfig, *, reward_function: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """Trains on examples; returns the run's directory and its last metrics."""
+    check_sft(config, reward_function)
+    runtime = start_runtime(config.runtime)
+    try:
+        job = SFTJob(config, runtime, reward_function=reward_function)
+        try:
+            sft.train(job)
+        finally:
+            job.close()
+        return job.result()
+    finally:
+        runtime.shutdown()
+
+
+def run_generate(config: GenerateConfig) -> Batch:
+    """Samples of every prompt, as a batch; also written to `output` if given."""
+    check_model(config.model, config.numerics)
+    if not config.prompts and config.data is None:
+        raise ConfigError('prompts: nothing to continue; give prompts=["..."] or data.files=[...]')
+    tokenizer = load_tokenizer(config.model.tokenizer or model_directory(config.model.path or ""))
+    prompts = read_prompts(config.data, tokenizer, texts=config.prompts)
+    runtime = start_runtime(config.runtime)
+    try:
+        model = ModelSpec(config.model, config.numerics, 0, worker_threads(config.runtime, config.numerics))
+        generator = place_generator(runtime, model, config.rollout, config.sampling)
+        samples = runtime.get(generator.rollout(prompts, step=0))
+    finally:
+        runtime.shutdown()
+    if config.output is not None:
+        samples.to_parquet(config.output)
+    return samples
+
+
+def run_eval(config: EvalConfig, *, reward_function: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """Mean reward and counts over the held-out rows."""
+    check_model(config.model, config.numerics)
+    check_reward(config.reward, reward_function)
+    if config.evaluation.data is None:
+        raise ConfigError("evaluation.data: nothing to evaluate on; give evaluation.data.files=[...]")
+    tokenizer = load_tokenizer(config.model.tokenizer or model_directory(config.model.path or ""))
+    prompts = read_prompts(config.evaluation.data, tokenizer, max_rows=config.evaluation.max_prompts)
+    runtime = start_runtime(config.runtime)
+    try:
+        model = ModelSpec(config.model, config.numerics, 0, worker_threads(config.runtime, config.numerics))
+        generator = place_generator(runtime, model, config.rollout, config.evaluation.sampling)
+        reward = RewardModel(runtime, config.reward, reward_function)
+        samples, metrics = Evaluator(config.evaluation, prompts, generator, reward, runtime).run(step=0)
+        reward.close()
+    finally:
+        runtime.shutdown()
+    if config.output is not None:
+        samples.to_parquet(config.output)
+    return {"rows": samples.num_rows, **{name: metric.value for name, metric in metrics.items()}}
+
+
+def run_export(config: ExportConfig) -> str:
+    """Writes the checkpoint's weights with its configuration and tokenizer as a Hugging Face directory; returns it."""
+    source = Path(config.checkpoint)
+    checkpoint = newest_checkpoint(source / "checkpoints") if (source / "checkpoints").is_dir() else open_checkpoint(source)
+    if checkpoint is None:
+        raise ConfigError(f"checkpoint: '{source}' holds no whole checkpoint; give a checkpoint's directory or a run's")
+    if (Path(config.output) / "config.json").exists():
+        raise ConfigError(f"output: '{config.output}' holds a model already; name a directory that does not")
+    export_checkpoint(checkpoint, Path(config.output), config.dtype)
+    return config.output

@@ -1,0 +1,165 @@
+"""What every run shares: its steps, its files, its evaluations, and where it goes on after a stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybridflow.checkpoint import Checkpoint, CheckpointWriter, newest_checkpoint, open_checkpoint, prune
+from hybridflow.config import ConfigError, Field, settings
+from hybridflow.flow.evaluation import Evaluator
+from hybridflow.observability.phases import phase, phase_times, set_step
+from hybridflow.observability.progress import ProgressBar
+from hybridflow.observability.run import RunDirectory, RunSettings, refuse_other_run
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.reward_model import RewardModel
+from hybridflow.runtime.api import Runtime
+from hybridflow.train_engine import TrainSettings
+from hybridflow.types import Metrics, MetricsRef, last
+
+
+@settings
+class CheckpointSettings:
+    """When state is saved, how much is kept, and whether a run goes on."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Steps between checkpoints; one more follows the last step. 0 saves after the last step alone."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept."""
+    resume_mode: str = Field(default="auto", pattern="^(auto|never|path)$")
+    """`auto` goes on from the run's newest whole checkpoint, `never` starts anew, `path` goes on from `resume_path`."""
+    resume_path: str | None = None
+    """Checkpoint directory for `resume_mode: path`."""
+
+
+class DataSource(Protocol):
+    """Where the run's rows come from: it has a place to go on from, and may end."""
+
+    @property
+    def exhausted(self) -> bool: ...
+
+    def metrics(self) -> Metrics: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+class Job:
+    """One run. The loop iterates `steps()` and tells `after_step` what came of each."""
+
+    def __init__(
+        self,
+        *,
+        run: RunDirectory,
+        config_yaml: str,
+        num_steps: int,
+        checkpoint: CheckpointSettings,
+        runtime: Runtime,
+        actor: Actor,
+        evaluator: Evaluator | None,
+        reward: RewardModel | None,
+        data: DataSource,
+        shown: tuple[str, ...],
+    ) -> None:
+        self.run, self.runtime, self.actor, self.reward = run, runtime, actor, reward
+        self.num_steps = num_steps
+        self.last_metrics: Metrics = {}
+        self._checkpoint, self._evaluator, self._data = checkpoint, evaluator, data
+        self._progress = ProgressBar(run.path.name, num_steps, shown, enabled=run.settings.progress)
+        self._ended = False
+        self._done_steps = self._resume()
+        run.open(config_yaml, resume_step=self._done_steps)
+
+    def steps(self) -> Iterator[int]:
+        """Numbers of the steps still to do, from 1. Ends early when an evaluation reaches its goal or the data ends."""
+        with self._progress:
+            self._step_started_s = time.perf_counter()
+            for step in range(self._done_steps + 1, self.num_steps + 1):
+                if self._ended:
+                    break
+                set_step(step)
+                yield step
+        self.runtime.get(self.actor.export(self.run.model))
+
+    def close_step(self, step: int, metrics: MetricsRef) -> None:
+        """Waits for the step's metrics, evaluates and saves when due, and writes it all down."""
+        values: Metrics = dict(self.runtime.get(metrics))
+        values |= self._data.metrics()
+        is_last = self._data.exhausted or step == self.num_steps
+        values |= self._evaluate(step, is_last)
+        self._ended = self._ended or self._data.exhausted
+        spans = self.runtime.spans()
+        values |= {f"time/{name}_s": last(seconds) for name, seconds in phase_times(spans).items()}
+        values |= self._time_step(spans)
+        self.run.log_phases(step, spans)
+        self.run.log_metrics(step, values)
+        self._done_steps, self.last_metrics = step, self.last_metrics | values
+        if is_last or self._ended or _due(step, self._checkpoint.every_steps):
+            self.save(step)
+        self._progress.update(step, self.last_metrics)
+
+    def save(self, step: int) -> None:
+        """A checkpoint of all state after `step` steps."""
+        with phase("save"), CheckpointWriter(self.run.checkpoints, step) as writer:
+            entry = self.runtime.get(self.actor.save(writer.shard_path("actor", 0)))
+            writer.commit([entry], {"step": step, "ended": self._ended, "data": self._data.state()})
+        prune(self.run.checkpoints, keep=self._checkpoint.keep)
+
+    def result(self) -> dict[str, Any]:
+        """Where the run is and its last metrics."""
+        return {"run": str(self.run.path), **{name: metric.value for name, metric in sorted(self.last_metrics.items())}}
+
+    def close(self) -> None:
+        """Ends what the run holds open; the workers end with the runtime."""
+        if self.reward is not None:
+            self.reward.close()
+        self.run.close()
+
+    def _evaluate(self, step: int, is_last: bool) -> Metrics:
+        if self._evaluator is None or not (is_last or _due(step, self._evaluator.settings.every_steps)):
+            return {}
+        _, metrics = self._evaluator.run(step)
+        self._ended = self._evaluator.reached(metrics)
+        return metrics
+
+    def _time_step(self, spans: list[Any]) -> Metrics:
+        now_s = time.perf_counter()
+        seconds, self._step_started_s = now_s - self._step_started_s, now_s
+        peak = max((span.peak_rss_bytes for span in spans), default=0.0)
+        return {"time/step_s": last(seconds), "memory/peak_rss_bytes": last(peak)}
+
+    def _resume(self) -> int:
+        refuse_other_run(self.run, self._checkpoint.resume_mode)
+        checkpoint = self._find_checkpoint()
+        if checkpoint is None:
+            return 0
+        self.runtime.get(self.actor.load(checkpoint.path))
+        self._data.load_state(checkpoint.state["data"])
+        self._ended = checkpoint.state["ended"]
+        return checkpoint.step
+
+    def _find_checkpoint(self) -> Checkpoint | None:
+        mode, path = self._checkpoint.resume_mode, self._checkpoint.resume_path
+        if (mode == "path") != (path is not None):
+            raise ConfigError(
+                f"checkpoint.resume_path: is {path!r} while checkpoint.resume_mode is '{mode}'; "
+                "set both, resume_mode=path and resume_path=<checkpoint directory>, or neither"
+            )
+        if path is not None:
+            return open_checkpoint(Path(path))
+        return newest_checkpoint(self.run.checkpoints) if mode == "auto" else None
+
+
+def train_over(train: TrainSettings, total_steps: int) -> TrainSettings:
+    """The settings with the run's own number of optimizer steps where the schedule names none."""
+    if train.schedule.kind == "constant" or train.schedule.total_steps:
+        return train
+    return replace(train, schedule=replace(train.schedule, total_steps=total_steps))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

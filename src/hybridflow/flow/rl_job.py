@@ -1,0 +1,162 @@
+"""What the loop of reinforcement learning works with, built from a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hybridflow.algorithms import GRPO, GRPOSettings
+from hybridflow.batch import Batch
+from hybridflow.config import ConfigError, Field, settings, to_yaml
+from hybridflow.data import DataSettings, PromptPool, read_prompts
+from hybridflow.flow.evaluation import EvaluationSettings, Evaluator
+from hybridflow.flow.job import CheckpointSettings, Job, train_over
+from hybridflow.models import load_tokenizer
+from hybridflow.observability.run import RunDirectory, RunSettings
+from hybridflow.rewards import RewardSettings, check_reward
+from hybridflow.roles.actor import Actor, ActorSpec
+from hybridflow.roles.generator import RolloutSettings
+from hybridflow.roles.policy import ModelSettings, ModelSpec, check_model, model_directory
+from hybridflow.roles.reference import Reference
+from hybridflow.roles.reward_model import RewardModel
+from hybridflow.runtime.api import Runtime, RuntimeSettings
+from hybridflow.runtime.start import worker_threads
+from hybridflow.train_engine import TrainSettings
+from hybridflow.types import BatchRef, MetricsRef, Numerics, SamplingParams
+
+SHOWN = ("reward/mean", "eval/reward_mean", "policy/kl_to_reference", "response/length_mean", "time/step_s")
+
+
+@settings
+class RLConfig:
+    """A run of reinforcement learning: `hybridflow rl --config-name rl model.path=... data.files=[...]`."""
+
+    model: ModelSettings
+    """The policy to train."""
+    data: DataSettings
+    """Prompts to train on."""
+    steps: int = Field(default=100, ge=1)
+    """Steps of rollout and update."""
+    prompts_per_step: int = Field(default=32, ge=1)
+    """Prompts of a step; each is sampled `sampling.samples_per_prompt` times."""
+    updates_per_step: int = Field(default=1, ge=1)
+    """Optimizer steps a rollout is split into, by whole groups."""
+    seed: int = Field(default=0, ge=0)
+    """Keys new weights, the order of prompts and every draw."""
+    numerics: Numerics = "fast"
+    """`exact` makes each row's numbers independent of all around it (CPU, float32); `fast` states tolerances."""
+    sampling: SamplingParams = Field(default_factory=lambda: SamplingParams(samples_per_prompt=8))
+    """How training samples are drawn. The loss uses the same temperature."""
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
+    """Who generates."""
+    reward: RewardSettings = Field(default_factory=RewardSettings)
+    """What is rewarded."""
+    algorithm: GRPOSettings = Field(default_factory=GRPOSettings)
+    """Advantages, clipping, KL."""
+    reference: ModelSettings | None = None
+    """The policy that KL is measured to; null takes `model`, as it was at the start."""
+    train: TrainSettings = Field(default_factory=TrainSettings)
+    """Optimizer and micro-batches."""
+    evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
+    """Held-out evaluation by the same reward."""
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
+    """Saving and going on."""
+    runtime: RuntimeSettings = Field(default_factory=RuntimeSettings)
+    """Where roles run."""
+    run: RunSettings = Field(default_factory=RunSettings)
+    """Where results go."""
+
+
+def check_rl(config: RLConfig) -> None:
+    """Raises ConfigError for whatever can be seen to be wrong before any process starts."""
+    check_model(config.model, config.numerics)
+    if config.reference is not None:
+        check_model(config.reference, config.numerics, "reference")
+    if config.sampling.top_p < 1.0 or config.sampling.top_k > 0:
+        raise ConfigError(
+            f"sampling.top_p={config.sampling.top_p}, sampling.top_k={config.sampling.top_k}: training samples come from the whole "
+            "distribution, so that the trainer's probabilities are those sampled from; leave top_p=1 and top_k=0, and shape "
+            "samples by sampling.temperature"
+        )
+    if config.sampling.temperature == 0.0:
+        raise ConfigError("sampling.temperature: 0 draws the same sample for a whole group, and nothing is learned; set it above 0, e.g. 1.0")
+    if config.updates_per_step > config.prompts_per_step:
+        raise ConfigError(
+            f"updates_per_step: {config.updates_per_step} is more than prompts_per_step={config.prompts_per_step}; "
+            "groups stay whole, so set it to at most that"
+        )
+
+
+class RLJob(Job):
+    """A run of reinforcement learning: roles, prompts and the algorithm for the loop, and what every run has."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        runtime: Runtime,
+        *,
+        reward_function: Callable[..., Any] | None = None,
+        advantage_function: Callable[..., Any] | None = None,
+    ) -> None:
+        self.config = config
+        tokenizer = load_tokenizer(config.model.tokenizer or model_directory(config.model.path or ""))
+        self.prompts = PromptPool(config.data, tokenizer, seed=config.seed)
+        check_reward(config.reward, reward_function, self.prompts.column_names)
+        model = ModelSpec(config.model, config.numerics, config.seed, worker_threads(config.runtime, config.numerics))
+        sampling = config.sampling
+        spec = ActorSpec(model, train_over(config.train, config.steps * config.updates_per_step), config.rollout, config.updates_per_step)
+        actor = Actor(runtime, spec, sampling)
+        reward = RewardModel(runtime, config.reward, reward_function)
+        self.algorithm = GRPO(config.algorithm, temperature=sampling.temperature, advantage_function=advantage_function)
+        self.scorers = self._build_scorers(actor, reward, runtime, model)
+        super().__init__(
+            run=RunDirectory(config.run, "rl"),
+            config_yaml=to_yaml(config),
+            num_steps=config.steps,
+            checkpoint=config.checkpoint,
+            runtime=runtime,
+            actor=actor,
+            evaluator=build_evaluator(config.evaluation, tokenizer, actor, reward, runtime),
+            reward=reward,
+            data=self.prompts,
+            shown=SHOWN,
+        )
+
+    def after_step(self, step: int, metrics: MetricsRef, batch: BatchRef, scores: dict[str, BatchRef]) -> None:
+        """Writes the step's samples, before the checkpoint that says the step is done, and everything that `close_step` does."""
+        if self.run.wants_rollouts(step):
+            samples: Batch = self.runtime.get(batch)
+            for columns in scores.values():
+                samples = samples.merge(self.runtime.get(columns))
+            self.run.save_rollouts(step, samples)
+        self.close_step(step, metrics)
+
+    def _build_scorers(
+        self, actor: Actor, reward: RewardModel, runtime: Runtime, model: ModelSpec
+    ) -> dict[str, Callable[[BatchRef], BatchRef]]:
+        """The verbs that add columns to a rollout: always the reward; more where the algorithm reads more."""
+        scorers: dict[str, Callable[[BatchRef], BatchRef]] = {"reward": reward.score}
+        columns = self.algorithm.loss.columns
+        if "ref_logprobs" in columns:
+            spec = ModelSpec(self.config.reference or self.config.model, model.numerics, model.seed, model.threads)
+            reference = Reference(
+                runtime, spec,
+                micro_batch_tokens=self.config.train.micro_batch_tokens,
+                temperature=self.config.sampling.temperature,
+            )  # fmt: skip
+            scorers["reference"] = reference.log_prob
+        if "trainer_logprobs" in columns:
+            scorers["trainer"] = actor.log_prob
+        return scorers
+
+
+def build_evaluator(
+    settings: EvaluationSettings, tokenizer: Any, actor: Actor, reward: RewardModel | None, runtime: Runtime
+) -> Evaluator | None:
+    """An evaluator, or None where the settings name no data."""
+    if settings.data is None:
+        return None
+    if reward is None:
+        raise ConfigError("reward.function: evaluation.data is given, and nothing says what its responses are worth; name a reward")
+    prompts = read_prompts(settings.data, tokenizer, max_rows=settings.max_prompts)
+    return Evaluator(settings, prompts, actor, reward, runtime)

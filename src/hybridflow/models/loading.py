@@ -1,0 +1,138 @@
+"""Hugging Face directories in and out: safetensors only, no remote code unless asked, families by name."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from hybridflow.models.attention import ATTENTION_NAME
+from hybridflow.models.families import check_family
+from hybridflow.models.model import LanguageModel
+from hybridflow.types import Numerics
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    numerics: Numerics = "fast",
+    trust_remote_code: bool = False,
+) -> LanguageModel:
+    """A model from a Hugging Face directory.
+
+    Weights come from safetensors files alone; a weight that is missing, left over or of another shape is an error.
+    Raises UnsupportedModelError (a ValueError) for a family that hybridflow does not serve.
+    """
+    directory = _checked_directory(path)
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+    check_family(config)
+    if not list(directory.glob("*.safetensors")):
+        raise FileNotFoundError(f"no .safetensors file in {directory}: save the model with save_pretrained, other formats are not read")
+    module, report = AutoModelForCausalLM.from_pretrained(
+        directory,
+        config=config,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    _check_weights(directory, report)
+    return LanguageModel(module.to(device).eval(), numerics)
+
+
+def _checked_directory(path: str | os.PathLike[str]) -> Path:
+    directory = Path(path)
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(f"no config.json in '{directory}': give the directory of a downloaded or saved Hugging Face model")
+    return directory
+
+
+def _check_weights(directory: Path, report: dict[str, Any]) -> None:
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        names = sorted(str(name) for name in report[kind])
+        if names:
+            raise ValueError(f"weights in {directory} do not fit its config.json: {kind.replace('_', ' ')} {', '.join(names[:5])}")
+
+
+def fresh_model(
+    config: PretrainedConfig | dict[str, Any] | str | os.PathLike[str],
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    numerics: Numerics = "fast",
+) -> LanguageModel:
+    """A model with new weights, by the family's own initialisation; the same seed gives the same weights, rounded to `dtype`.
+
+    config: a config object (copied), a dict with `model_type`, a directory, or a path to a config.json.
+    The global random state is left as it was.
+    """
+    own_config = _build_config(config)
+    check_family(own_config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = AutoModelForCausalLM.from_config(own_config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+    _cast_parameters(module, dtype)
+    module.config.dtype = dtype
+    return LanguageModel(module.to(device).eval(), numerics)
+
+
+def _build_config(config: PretrainedConfig | dict[str, Any] | str | os.PathLike[str]) -> PretrainedConfig:
+    # from_config would share the object: another model built from it could switch this one's attention back without a word.
+    if isinstance(config, PretrainedConfig):
+        return copy.deepcopy(config)
+    if isinstance(config, dict):
+        fields = dict(config)
+        if "model_type" not in fields:
+            raise ValueError("the model config has no model_type: name a family, for example model_type: llama")
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    return AutoConfig.from_pretrained(config, local_files_only=True, trust_remote_code=False)
+
+
+def _cast_parameters(module: PreTrainedModel, dtype: torch.dtype) -> None:
+    # Buffers stay as they are: rotary frequencies lose positions in bf16.
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face directory; no remote code."""
+    if not Path(path).is_dir():
+        raise FileNotFoundError(f"tokenizer directory '{path}' does not exist")
+    return AutoTokenizer.from_pretrained(path, use_fast=True, local_files_only=True, trust_remote_code=False)
+
+
+def save_model(
+    model: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    directory: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Writes a directory that Transformers and `load_model` read back with equal weights; `dtype` None keeps the model's own.
+
+    A tied head is written once, as its family does. The model itself is not changed.
+    """
+    module = model.module
+    dtype = model.dtype if dtype is None else dtype
+    weights = {name: tensor.detach().to("cpu", dtype) for name, tensor in module.state_dict().items()}
+    module.save_pretrained(directory, state_dict=weights)
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)

@@ -1,0 +1,1 @@
+"""Seeing a run: phases, spans, metrics files, progress."""

@@ -1,0 +1,168 @@
+"""A run's directory: what was asked for, on what it ran, and what came out.
+
+runs/<project>/<name>/
+    config.yaml        the resolved configuration
+    environment.json   versions, git commit, hardware
+    metrics.jsonl      one line a step; `time/`, `memory/` and `speed/` differ between runs, all else repeats
+    phases.jsonl       one line a phase of each step, from the workers' spans
+    rollouts/          one Parquet file a step
+    tensorboard/       event files
+    checkpoints/       see checkpoint/
+    model/             the result, a Hugging Face directory
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from hybridflow.batch import Batch
+from hybridflow.config import ConfigError, Field, settings
+from hybridflow.observability.phases import phase_times
+from hybridflow.types import Metric, Span
+
+RECORDED_PACKAGES = ("hybridflow", "torch", "transformers", "pyarrow", "safetensors", "numpy", "ray", "vllm")
+
+
+@settings
+class RunSettings:
+    """Where a run writes, and what of it."""
+
+    directory: str = "runs"
+    """Root of all runs."""
+    project: str = Field(default="default", pattern=r"^[\w.-]+$")
+    """Directory of related runs under the root."""
+    name: str | None = Field(default=None, pattern=r"^[\w.-]+$")
+    """Directory of this run; give one to be able to resume. null names it by date and time."""
+    tensorboard: bool = True
+    """Writes TensorBoard event files."""
+    save_rollouts_every: int = Field(default=1, ge=0)
+    """Steps between rollout files; 0 writes none."""
+    progress: bool = True
+    """Shows a live progress bar on a terminal, and a line every few seconds elsewhere."""
+
+
+class RunDirectory:
+    """Writes into one run's directory. `open` is the only call that creates it."""
+
+    def __init__(self, settings: RunSettings, kind: str) -> None:
+        name = settings.name or f"{kind}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        self.settings = settings
+        self.path = Path(settings.directory) / settings.project / name
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self._writer: Any = None
+
+    def open(self, config_yaml: str, *, resume_step: int) -> None:
+        """Creates the directory, or goes on in one: lines of steps after `resume_step` are cut off, they come again."""
+        (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+        (self.path / "config.yaml").write_text(config_yaml)
+        (self.path / "environment.json").write_text(json.dumps(describe_environment(), indent=1) + "\n")
+        for name in ("metrics.jsonl", "phases.jsonl"):
+            _cut_after(self.path / name, resume_step)
+        if self.settings.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # imports slowly, and only here
+
+            self._writer = SummaryWriter(str(self.path / "tensorboard"), purge_step=resume_step + 1)
+
+    def log_metrics(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        """Appends a step's line; a value that is not finite is written as null."""
+        values = {name: metric.value for name, metric in sorted(metrics.items())}
+        self._append("metrics.jsonl", {"step": step, **{n: v if math.isfinite(v) else None for n, v in values.items()}})
+        if self._writer:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+
+    def log_phases(self, step: int, spans: list[Span]) -> None:
+        """Appends one line for each phase of the step: its seconds, and the spans of its workers."""
+        for name, seconds in phase_times(spans).items():
+            inside = [
+                {"role": s.role, "verb": s.verb, "start_s": s.start_s, "duration_s": s.duration_s, "peak_rss_bytes": s.peak_rss_bytes}
+                for s in spans
+                if s.phase == name
+            ]
+            self._append("phases.jsonl", {"step": step, "phase": name, "seconds": seconds, "spans": inside})
+
+    def save_rollouts(self, step: int, batch: Batch) -> None:
+        """Writes the step's samples as Parquet when the settings ask for this step."""
+        if self.wants_rollouts(step):
+            batch.to_parquet(self.path / "rollouts" / f"step_{step:08d}.parquet")
+
+    def wants_rollouts(self, step: int) -> bool:
+        """Whether this step's samples are to be written."""
+        every = self.settings.save_rollouts_every
+        return every > 0 and step % every == 0
+
+    def close(self) -> None:
+        """Flushes what is buffered."""
+        if self._writer:
+            self._writer.close()
+
+    def _append(self, name: str, record: dict[str, Any]) -> None:
+        with open(self.path / name, "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def refuse_other_run(run: RunDirectory, resume_mode: str) -> None:
+    """A run that is there is gone on with or left alone, never written over."""
+    if resume_mode == "never" and run.checkpoints.is_dir() and any(run.checkpoints.glob("step_*")):
+        raise ConfigError(
+            f"run.name: '{run.path}' holds checkpoints and resume_mode is 'never'; give run.name another value, "
+            "or set resume_mode=auto to go on with it"
+        )
+
+
+def _cut_after(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+    beside = path.with_suffix(".tmp")
+    beside.write_text("".join(line + "\n" for line in kept))
+    os.replace(beside, path)
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; a half-written last line (the process was killed) counts as never written."""
+    try:
+        return float(json.loads(line)["step"])
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return math.inf
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, git commit and hardware of this process."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "versions": {name: version for name in RECORDED_PACKAGES if (version := _version(name))},
+        "python": platform.python_version(),
+        "git_commit": _git_commit(),
+        "command": sys.argv,
+        "cpu_count": os.cpu_count(),
+        "gpus": gpus,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,129 @@
+"""A language model as a role holds it: which one, on which device, in which numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybridflow.config import ConfigError, Field, settings
+from hybridflow.models import LanguageModel, fresh_model, load_model, load_tokenizer
+from hybridflow.types import Numerics
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@settings
+class ModelSettings:
+    """Which model, from where, on what."""
+
+    path: str | None = None
+    """Hugging Face directory, or a finished run's directory, whose result is taken."""
+    config: dict[str, Any] | None = None
+    """Builds a new model with random weights from these Hugging Face config values (`model_type` first) instead of loading one."""
+    tokenizer: str | None = None
+    """Directory of the tokenizer; null takes the model's."""
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """`auto` takes the GPU where there is one."""
+    dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float64)$")
+    """Numbers of the live weights; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    trust_remote_code: bool = False
+    """Runs Python code that comes with the model directory. Only for models whose code you have read."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a worker needs to build its model; `seed` draws the weights of a new one."""
+
+    settings: ModelSettings
+    numerics: Numerics
+    seed: int
+    threads: int
+
+
+@dataclass
+class Policy:
+    """A model and the tokenizer that goes with it."""
+
+    model: LanguageModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def check_model(settings: ModelSettings, numerics: Numerics, key: str = "model") -> None:
+    """Raises ConfigError for what can be seen to be wrong without loading the model."""
+    if (settings.path is None) == (settings.config is None):
+        raise ConfigError(f"{key}.path and {key}.config: exactly one is needed; give {key}.path=<directory of a model>")
+    if settings.path is not None:
+        model_directory(settings.path, key)
+    if settings.config is not None and settings.tokenizer is None:
+        raise ConfigError(f"{key}.tokenizer: a new model needs one; give the directory of a tokenizer")
+    if settings.tokenizer is not None and not Path(settings.tokenizer).is_dir():
+        raise ConfigError(f"{key}.tokenizer: '{settings.tokenizer}' is no directory; give one that holds a tokenizer")
+    if numerics == "exact" and not (resolve_device(settings.device) == "cpu" and settings.dtype in ("auto", "float32")):
+        raise ConfigError(
+            f"numerics: 'exact' holds on the CPU in float32, not with {key}.device='{settings.device}' and "
+            f"{key}.dtype='{settings.dtype}'; set {key}.device=cpu and {key}.dtype=float32, or numerics=fast"
+        )
+
+
+def model_directory(path: str, key: str = "model") -> Path:
+    """The Hugging Face directory that `path` means: itself, or the result inside a run's directory."""
+    candidates = [Path(path), Path(path) / "model"]
+    for candidate in candidates:
+        if (candidate / "config.json").is_file():
+            return candidate
+    raise ConfigError(
+        f"{key}.path: '{path}' holds no config.json and no finished run; give a Hugging Face model directory or a run's directory"
+    )
+
+
+def build_policy(spec: ModelSpec) -> Policy:
+    """Loads or makes the model, on its device, in its numbers."""
+    pin_numerics(spec.numerics, spec.threads)
+    chosen = spec.settings
+    device = torch.device(resolve_device(chosen.device))
+    dtype = resolve_dtype(chosen.dtype, device)
+    if chosen.config is not None:
+        tokenizer = load_tokenizer(chosen.tokenizer or "")
+        values = _config_from(tokenizer) | chosen.config
+        model = fresh_model(values, seed=spec.seed, device=device, dtype=dtype, numerics=spec.numerics)
+        return Policy(model, tokenizer)
+    directory = model_directory(chosen.path or "")
+    model = load_model(
+        directory, device=device, dtype=dtype, numerics=spec.numerics, trust_remote_code=chosen.trust_remote_code
+    )
+    return Policy(model, load_tokenizer(chosen.tokenizer or directory))
+
+
+def _config_from(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What a new model's config takes from its tokenizer where the user does not say otherwise."""
+    return {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def resolve_device(device: str) -> str:
+    """`auto` by what is there."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` by the device."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[dtype]
+
+
+def pin_numerics(numerics: Numerics, threads: int) -> None:
+    """Fixes what could change a sum's order: threads, and in exact mode the choice of algorithms."""
+    if threads:
+        torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(numerics == "exact")

@@ -1,0 +1,70 @@
+"""What is known of every sequence of one `generate` call, as arrays over sequences.
+
+Letters: R rows, P prompts, W tokens of the longest row.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+
+class Finish(enum.IntEnum):
+    """Why a row has no further token. FAILED rows report the finish reason 'abort' and their error."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    FAILED = 4
+
+
+class Sequences:
+    """Rows 0 to R-1, group by group (row = group * samples + sample), then the P prompts: prompt of group g is R + g.
+
+    A prompt is a sequence of its own because it is computed once, for all rows of its group.
+
+    tokens:        [R + P, W] int32; a row's prompt and what was sampled so far.
+    logprobs:      [R, W] float32; value t speaks of token t, 0.0 on the prompt.
+    length:        [R + P] int64, tokens known.
+    prompt_length: [R + P] int64.
+    max_length:    [R + P] int64, length at which a row ends.
+    finish:        [R] int8, a `Finish`.
+
+    Pages of `tokens` and `logprobs` that no row has reached cost no memory.
+    """
+
+    def __init__(self, prompts: list[np.ndarray], samples: int, max_new_tokens: int, context: int) -> None:
+        self.samples = samples
+        self.num_rows = len(prompts) * samples
+        lengths_P = np.array([len(prompt) for prompt in prompts], np.int64)
+        self.prompt_length = np.concatenate([np.repeat(lengths_P, samples), lengths_P])
+        self.length = self.prompt_length.copy()
+        self.max_length = np.minimum(self.prompt_length + max_new_tokens, context)
+        self.tokens = np.zeros((len(self.length), int(self.max_length.max(initial=0))), np.int32)
+        self.logprobs = np.zeros((self.num_rows, self.tokens.shape[1]), np.float32)
+        self.finish = np.zeros(self.num_rows, np.int8)
+        for group, prompt in enumerate(prompts):
+            self.tokens[group * samples : (group + 1) * samples, : len(prompt)] = prompt
+            self.tokens[self.num_rows + group, : len(prompt)] = prompt
+
+    def append(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Adds one sampled token to each of these rows."""
+        at = self.length[rows]
+        self.tokens[rows, at] = tokens
+        self.logprobs[rows, at] = logprobs
+        self.length[rows] += 1
+
+    def last_tokens(self, rows: np.ndarray) -> np.ndarray:
+        """The newest token of each of these rows. returns: [rows] int32."""
+        return self.tokens[rows, self.length[rows] - 1]
+
+    def unfinished(self) -> np.ndarray:
+        """Rows that still want tokens, ascending."""
+        return np.flatnonzero(self.finish == Finish.NONE)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Rows that still want tokens."""
+        return int(np.count_nonzero(self.finish == Finish.NONE))

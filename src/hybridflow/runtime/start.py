@@ -1,0 +1,30 @@
+"""Which runtime a run gets."""
+
+from __future__ import annotations
+
+import os
+
+from hybridflow.config import ConfigError
+from hybridflow.runtime.api import Runtime, RuntimeSettings
+from hybridflow.runtime.inprocess import InProcessRuntime
+from hybridflow.types import Numerics
+
+
+def start_runtime(settings: RuntimeSettings, *, num_gpu_roles: int = 0) -> Runtime:
+    """The runtime that the settings ask for; `RAY_ADDRESS=local` in the environment means one process, whatever they say."""
+    if settings.kind == "local" or os.environ.get("RAY_ADDRESS") == "local":
+        return InProcessRuntime()
+    try:
+        from hybridflow.runtime.ray_runtime import RayRuntime
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError("runtime.kind: 'ray' needs the package ray; pip install 'hybridflow[ray]', or set runtime.kind=local") from None
+    return RayRuntime(settings, num_gpu_roles=num_gpu_roles)
+
+
+def worker_threads(settings: RuntimeSettings, numerics: Numerics) -> int:
+    """Arithmetic threads of a worker; 0 leaves the process's own setting. Exact mode pins one, so that sums keep their order everywhere."""
+    if settings.threads_per_worker:
+        return settings.threads_per_worker
+    return 1 if numerics == "exact" or settings.kind == "ray" else 0

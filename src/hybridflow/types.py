@@ -1,0 +1,217 @@
+"""The nouns: records that cross a boundary between rooms. Read this file first; the rest is verbs between them.
+
+A step of reinforcement learning in these words: a `Batch` of prompts goes to the actor, which returns a `BatchRef` naming a batch of
+samples that stays where it was made; scores are further columns of the same rows, by reference too; an `Objective` names a loss over all
+of these columns; an update turns it into `Metrics`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+from hybridflow.config import Field, settings
+
+if TYPE_CHECKING:
+    from hybridflow.batch import Batch
+
+Numerics = Literal["fast", "exact"]
+T_co = TypeVar("T_co", covariant=True)
+
+
+class RowState(enum.IntEnum):
+    """What became of a row. Only OK rows take part in baselines, denominators and losses; the others are counted.
+
+    EMPTY: nothing was sampled. FAILED: the rollout or its reward failed. REJECTED: a filter took it out.
+    """
+
+    OK = 0
+    EMPTY = 1
+    FAILED = 2
+    REJECTED = 3
+
+
+@settings
+class SamplingParams:
+    """How tokens are drawn, e.g. `SamplingParams(temperature=0.7, max_new_tokens=256, samples_per_prompt=8)`."""
+
+    temperature: float = Field(default=1.0, ge=0.0)
+    """Divides the logits before the softmax; 0 takes the most likely token."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Keeps the smallest set of tokens whose probability reaches this sum; 1 keeps all."""
+    top_k: int = Field(default=0, ge=0)
+    """Keeps this many of the most likely tokens; 0 keeps all."""
+    max_new_tokens: int = Field(default=128, ge=1)
+    """Most tokens of a response; a response cut here has finish reason 'length'."""
+    stop_strings: tuple[str, ...] = ()
+    """Generation stops when the response text holds one of these; the text is cut before it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Stops on these ids as well as on the model's own end-of-sequence ids."""
+    ignore_eos: bool = False
+    """Goes on after an end-of-sequence id (for measurements); `stop_token_ids` still stop."""
+    samples_per_prompt: int = Field(default=1, ge=1)
+    """Samples drawn for each prompt: the size of a group."""
+    seed: int = Field(default=0, ge=0)
+    """Key of the draws, together with step, group, sample and position."""
+
+
+class Reduce(enum.Enum):
+    """How values of one metric from several places become one."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+    LAST = "last"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A value that knows how it reduces: `Metric(0.25, weight=512, reduce=Reduce.MEAN)` is a mean over 512 things."""
+
+    value: float
+    weight: float = 1.0
+    reduce: Reduce = Reduce.MEAN
+
+
+Metrics = dict[str, Metric]
+
+
+def mean(value: float, weight: float = 1.0) -> Metric:
+    """A mean over `weight` things; means merge by weight."""
+    return Metric(float(value), float(weight), Reduce.MEAN)
+
+
+def total(value: float) -> Metric:
+    """A sum; sums merge by adding."""
+    return Metric(float(value), 1.0, Reduce.SUM)
+
+
+def maximum(value: float) -> Metric:
+    """A largest value."""
+    return Metric(float(value), 1.0, Reduce.MAX)
+
+
+def minimum(value: float) -> Metric:
+    """A smallest value."""
+    return Metric(float(value), 1.0, Reduce.MIN)
+
+
+def last(value: float) -> Metric:
+    """A reading: the latest one stands."""
+    return Metric(float(value), 1.0, Reduce.LAST)
+
+
+def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
+    """One record from several, each name reduced as its own metrics say, in the order given.
+
+    Sums are taken with `math.fsum`, so the order of the parts does not change a mean or a sum.
+    Raises ValueError if a name comes with two ways to reduce.
+    """
+    by_name: dict[str, list[Metric]] = {}
+    for part in parts:
+        for name, metric in part.items():
+            by_name.setdefault(name, []).append(metric)
+    return {name: _reduce(name, metrics) for name, metrics in by_name.items()}
+
+
+def _reduce(name: str, metrics: list[Metric]) -> Metric:
+    ways = {metric.reduce for metric in metrics}
+    if len(ways) > 1:
+        raise ValueError(f"metric '{name}' is reduced in two ways, {sorted(way.value for way in ways)}; give it one")
+    (way,) = ways
+    values = [metric.value for metric in metrics]
+    if way is Reduce.MEAN:
+        weight = math.fsum(metric.weight for metric in metrics)
+        value = math.fsum(m.value * m.weight for m in metrics if m.weight) / weight if weight else math.nan
+        return Metric(value, weight, way)
+    if way is Reduce.SUM:
+        return Metric(math.fsum(values), 1.0, way)
+    if way is Reduce.LAST:
+        return metrics[-1]
+    return Metric(max(values) if way is Reduce.MAX else min(values), 1.0, way)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where the page stands: `Mark(step=12, phase="score")`."""
+
+    step: int
+    phase: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """Who was asked what, and when: `reward.score (phase 'score', step 12)` in errors and waits."""
+
+    role: str
+    verb: str
+    mark: Mark
+
+    def __str__(self) -> str:
+        return f"{self.role}.{self.verb} (phase '{self.mark.phase}', step {self.mark.step})"
+
+
+@dataclass(frozen=True, eq=False)
+class Ref(Generic[T_co]):
+    """Names a value that a runtime holds or will hold. Only that runtime looks into `handle` (`Runtime.get`)."""
+
+    handle: Any
+    call: Call
+
+
+@dataclass(frozen=True)
+class BatchRef:
+    """Names a batch, chunk by chunk; what the page holds in place of data.
+
+    `chunk_rows` is known before the data is: `BatchRef(chunks=(ref_a, ref_b), chunk_rows=(256, 256))`.
+    """
+
+    chunks: tuple[Ref[Batch], ...]
+    chunk_rows: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows over all chunks."""
+        return sum(self.chunk_rows)
+
+
+@dataclass(frozen=True)
+class MetricsRef:
+    """Names the metrics of calls that may still run; `actor.update(a) | critic.update(b)` names both."""
+
+    parts: tuple[Ref[Metrics], ...]
+
+    def __or__(self, other: MetricsRef) -> MetricsRef:
+        return MetricsRef(self.parts + other.parts)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What one update minimises: a loss over columns, computed where the data is.
+
+    batch, scores: the same rows in the same order; their columns are put side by side.
+    prepare:       pure function Batch -> Prepared (advantages, filters); sees whole groups.
+    loss:          a `TokenLoss` value.
+    """
+
+    batch: BatchRef | Batch
+    scores: tuple[BatchRef, ...]
+    prepare: Callable[[Batch], Any]
+    loss: Any
+
+
+@dataclass(frozen=True)
+class Span:
+    """One verb of one worker, as the worker's own clock saw it: `Span("actor", "rollout", 3, "rollout", 1.2e9, 0.4, 5.1e8)`."""
+
+    role: str
+    verb: str
+    step: int
+    phase: str
+    start_s: float
+    duration_s: float
+    peak_rss_bytes: float

@@ -1,0 +1,270 @@
+"""What every rollout engine promises, asked of each engine on a real model; the reference is Hugging Face's eager forward in float32."""
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybridflow.batch import Batch
+from hybridflow.models import load_model, load_tokenizer
+from hybridflow.rollout import NativeEngine, RolloutEngine
+from hybridflow.types import RowState, SamplingParams
+
+DATA = Path(os.environ.get("HYBRIDFLOW_DATA", Path(__file__).parents[3] / "shared" / "data"))
+MODEL = DATA / "stories260K"
+TEXTS = ["Once upon a time", "Lily and Tom went to the park. They saw a", "The dog"]
+TOLERANCE = 2e-5
+PERIOD, COMMA = 426, 432
+
+pytestmark = pytest.mark.skipif(not MODEL.is_dir(), reason=f"needs the model in {MODEL}")
+
+
+def build_native(directory: Path) -> RolloutEngine:
+    return NativeEngine(load_model(directory), load_tokenizer(directory))
+
+
+ENGINES: dict[str, Callable[[Path], RolloutEngine]] = {"native": build_native}
+
+
+@pytest.fixture(params=ENGINES, scope="module")
+def build_engine(request) -> Callable[[Path], RolloutEngine]:
+    return ENGINES[request.param]
+
+
+@pytest.fixture(scope="module")
+def engine(build_engine) -> RolloutEngine:
+    return build_engine(MODEL)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer) -> Batch:
+    return make_prompts([tokenizer(text)["input_ids"] for text in TEXTS])
+
+
+def make_prompts(tokens: list[list[int]]) -> Batch:
+    count = len(tokens)
+    columns = {"prompt_id": list(range(count)), "group_id": [100 + 7 * i for i in range(count)]}
+    return Batch.from_columns(
+        **columns, prompt_tokens=tokens, prompt=[f"p{i}" for i in range(count)], answer=[f"a{i}" for i in range(count)]
+    )
+
+
+@torch.inference_mode()
+def reference_logits(reference, tokens: list[int]) -> np.ndarray:
+    """Row t: logits of token t (row 0 is nobody's), float64."""
+    logits = reference(torch.tensor([tokens])).logits[0].double().numpy()
+    return np.concatenate([np.zeros_like(logits[:1]), logits[:-1]])
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def filtered(logits: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """-inf outside top-k, then outside the nucleus of what is left."""
+    order = np.argsort(-logits)[: top_k or None]
+    probs = np.exp(log_softmax(logits[order]))
+    kept = order[np.cumsum(probs) - probs < top_p]
+    result = np.full_like(logits, -np.inf)
+    result[kept] = logits[kept]
+    return result
+
+
+def rows_of(batch: Batch) -> list[dict]:
+    return [
+        dict(zip(batch.column_names, row, strict=True))
+        for row in zip(*map(batch.pylist, batch.column_names), strict=True)
+    ]
+
+
+def test_rows_come_group_by_group_with_their_prompts_columns(engine, prompts, tokenizer):
+    batch = engine.generate(prompts, SamplingParams(max_new_tokens=12, samples_per_prompt=3), step=4)
+    assert batch.pylist("group_id") == [100] * 3 + [107] * 3 + [114] * 3
+    assert batch.pylist("sample_id") == [0, 1, 2] * 3
+    assert batch.pylist("answer") == ["a0"] * 3 + ["a1"] * 3 + ["a2"] * 3
+    assert "prompt_tokens" not in batch.column_names
+    prompt_of_row = [prompt for prompt in prompts.pylist("prompt_tokens") for _ in range(3)]
+    for row, prompt in zip(rows_of(batch), prompt_of_row, strict=True):
+        start = len(prompt)
+        assert row["tokens"][:start] == prompt
+        assert row["loss_mask"] == [0] * start + [1] * (len(row["tokens"]) - start)
+        assert len(row["rollout_logprobs"]) == len(row["tokens"]) and row["rollout_logprobs"][:start] == [0.0] * start
+        assert len(row["tokens"]) == start + 12 and row["finish_reason"] == "length" and row["state"] == RowState.OK
+        assert row["response"] == tokenizer.decode(row["tokens"][start:], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.8), (0.9, 20, 0.7)]
+)
+def test_logprobs_are_those_of_the_distribution_sampled_from(engine, prompts, reference, temperature, top_k, top_p):
+    sampling = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=40, samples_per_prompt=2
+    )
+    for row in rows_of(engine.generate(prompts, sampling, step=0)):
+        logits = reference_logits(reference, row["tokens"]) / temperature
+        for t in np.flatnonzero(row["loss_mask"]):
+            expected = log_softmax(filtered(logits[t], top_k, top_p))[row["tokens"][t]]
+            assert row["rollout_logprobs"][t] == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_temperature_zero_takes_the_most_likely_token(engine, prompts, reference):
+    for row in rows_of(engine.generate(prompts, SamplingParams(temperature=0.0, max_new_tokens=40), step=0)):
+        logits = reference_logits(reference, row["tokens"])
+        for t in np.flatnonzero(row["loss_mask"]):
+            assert logits[t][row["tokens"][t]] >= logits[t].max() - 1e-4
+            assert row["rollout_logprobs"][t] == pytest.approx(log_softmax(logits[t])[row["tokens"][t]], abs=TOLERANCE)
+
+
+def test_draws_follow_the_models_distribution(engine, reference):
+    prompt = [1, 403, 407, 261, 378]
+    batch = engine.generate(make_prompts([prompt]), SamplingParams(max_new_tokens=1, samples_per_prompt=4000), step=0)
+    drawn = np.bincount([tokens[-1] for tokens in batch.pylist("tokens")], minlength=512) / 4000
+    expected = np.exp(log_softmax(reference_logits(reference, [*prompt, 0])[-1]))
+    likely = expected > 0.002
+    assert np.abs(drawn - expected)[likely].max() < 4 * np.sqrt(expected.max() / 4000)
+    assert drawn[~likely].sum() == pytest.approx(expected[~likely].sum(), abs=0.02)
+
+
+def test_same_key_same_samples_and_other_step_seed_or_sample_another(engine, prompts):
+    sampling = SamplingParams(max_new_tokens=16, samples_per_prompt=4)
+    first = engine.generate(prompts, sampling, step=1).pylist("tokens")
+    assert engine.generate(prompts, sampling, step=1).pylist("tokens") == first
+    assert engine.generate(prompts, sampling, step=2).pylist("tokens") != first
+    other_seed = SamplingParams(max_new_tokens=16, samples_per_prompt=4, seed=1)
+    assert engine.generate(prompts, other_seed, step=1).pylist("tokens") != first
+    for group in range(3):
+        assert len({tuple(tokens) for tokens in first[4 * group : 4 * group + 4]}) == 4
+
+
+def test_parts_of_a_batch_on_replicas_seeded_alike_give_what_one_engine_gives(engine, prompts):
+    sampling = SamplingParams(max_new_tokens=16, samples_per_prompt=2)
+    whole = engine.generate(prompts, sampling, step=1)
+    parts = [engine.generate(part, sampling, step=1) for part in prompts.split([1, 2])]
+    assert Batch.concat(parts).pylist("tokens") == whole.pylist("tokens")
+
+
+def test_stop_ids_of_sampling_and_model_all_stop(engine, prompts):
+    sampling = SamplingParams(max_new_tokens=60, samples_per_prompt=4, stop_token_ids=(PERIOD, COMMA), seed=3)
+    rows = rows_of(engine.generate(prompts, sampling, step=0))
+    assert {row["tokens"][-1] for row in rows if row["finish_reason"] == "stop"} >= {PERIOD, COMMA}
+    for row in rows:
+        sampled = np.array(row["tokens"])[np.array(row["loss_mask"]) == 1]
+        assert not set(sampled[:-1].tolist()) & {PERIOD, COMMA, 2}
+        assert row["finish_reason"] == ("stop" if sampled[-1] in (PERIOD, COMMA, 2) else "length")
+
+
+def test_all_end_of_sequence_ids_of_the_generation_config_stop_unless_ignored(build_engine, engine, prompts, tmp_path):
+    directory = shutil.copytree(MODEL, tmp_path / "model")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [PERIOD, COMMA]}))
+    sampling = SamplingParams(max_new_tokens=40, samples_per_prompt=4)
+    ignoring = SamplingParams(max_new_tokens=40, samples_per_prompt=4, ignore_eos=True)
+    stopping = build_engine(directory)
+    free = rows_of(engine.generate(prompts, sampling, step=0))
+    assert rows_of(stopping.generate(prompts, ignoring, step=0)) == free
+    rows = rows_of(stopping.generate(prompts, sampling, step=0))
+    for row, whole in zip(rows, free, strict=True):
+        assert whole["tokens"][: len(row["tokens"])] == row["tokens"]
+        assert (row["finish_reason"] == "stop") == (row["tokens"][-1] in (PERIOD, COMMA)) and row["loss_mask"][-1] == 1
+    assert {row["tokens"][-1] for row in rows} >= {PERIOD, COMMA}
+
+
+def test_stop_strings_cut_the_text_and_keep_the_tokens(engine, prompts):
+    sampling = SamplingParams(max_new_tokens=80, samples_per_prompt=4)
+    free = rows_of(engine.generate(prompts, sampling, step=0))
+    strings = (". She", "was a", "\n")
+    stopping = SamplingParams(max_new_tokens=80, samples_per_prompt=4, stop_strings=strings)
+    rows = rows_of(engine.generate(prompts, stopping, step=0))
+    assert sum(row["finish_reason"] == "stop" for row in rows) >= 3
+    for row, whole in zip(rows, free, strict=True):
+        assert whole["tokens"][: len(row["tokens"])] == row["tokens"]
+        found = [whole["response"].find(string) for string in strings if string in whole["response"]]
+        assert row["response"] == whole["response"][: min(found, default=None)]
+        assert len(row["tokens"]) == len(whole["tokens"]) or row["finish_reason"] == "stop"
+
+
+def test_the_context_limit_ends_a_row(engine, tokenizer):
+    tokens = (tokenizer("Once upon a time, there was a cat. " * 60)["input_ids"])[:505]
+    (row,) = rows_of(engine.generate(make_prompts([tokens]), SamplingParams(ignore_eos=True), step=0))
+    assert len(row["tokens"]) == 512 and row["finish_reason"] == "length" and row["state"] == RowState.OK
+
+
+def test_a_prompt_that_cannot_be_served_fails_alone(engine):
+    tokens = [[1, 403], list(range(3, 503)) + [5] * 12, [], [1, 9999]]
+    rows = rows_of(
+        engine.generate(make_prompts(tokens), SamplingParams(max_new_tokens=4, samples_per_prompt=2), step=0)
+    )
+    assert [row["state"] for row in rows] == [RowState.OK] * 2 + [RowState.FAILED] * 6
+    assert [row["rollout_error"] is None for row in rows] == [True] * 2 + [False] * 6
+    assert (
+        "512" in rows[2]["rollout_error"]
+        and "no tokens" in rows[4]["rollout_error"]
+        and "tokenizer" in rows[6]["rollout_error"]
+    )
+    assert all(row["tokens"] == [] and row["response"] == "" and row["finish_reason"] == "abort" for row in rows[2:])
+
+
+def test_no_prompts_give_no_rows_with_all_columns(engine, prompts):
+    empty = engine.generate(prompts.slice(0, 0), SamplingParams(), step=0)
+    assert empty.num_rows == 0
+    assert set(empty.column_names) == set(
+        engine.generate(prompts, SamplingParams(max_new_tokens=1), step=0).column_names
+    )
+
+
+def test_columns_and_groups_that_would_be_overwritten_are_refused(engine, prompts):
+    with pytest.raises(ValueError, match="'response'"):
+        engine.generate(prompts.with_column("response", ["x"] * 3), SamplingParams(), step=0)
+    with pytest.raises(ValueError, match="group_id 5 comes twice"):
+        engine.generate(prompts.with_column("group_id", [5, 6, 5]), SamplingParams(), step=0)
+
+
+def test_the_version_of_the_weights_is_on_every_row(engine, prompts):
+    engine.load_weights(7)
+    batch = engine.generate(prompts, SamplingParams(max_new_tokens=2), step=0)
+    engine.load_weights(0)
+    assert batch.pylist("policy_version_min") == batch.pylist("policy_version_max") == [7] * 3
+
+
+def test_abort_ends_all_rows_with_what_they_have(engine, prompts):
+    result: list[Batch] = []
+    sampling = SamplingParams(max_new_tokens=400, samples_per_prompt=2, ignore_eos=True)
+    thread = threading.Thread(target=lambda: result.append(engine.generate(prompts, sampling, step=0)))
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.05)
+        engine.abort()
+    rows = rows_of(result[0])
+    assert len(rows) == 6 and "abort" in {row["finish_reason"] for row in rows}
+    for row in rows:
+        assert row["state"] == (RowState.OK if sum(row["loss_mask"]) else RowState.EMPTY)
+    whole = rows_of(engine.generate(prompts, sampling, step=0))
+    for row, full in zip(rows, whole, strict=True):
+        assert full["finish_reason"] == "length" and full["tokens"][: len(row["tokens"])] == row["tokens"]
+
+
+def test_sleep_takes_generation_away_and_wake_gives_it_back(engine, prompts):
+    sampling = SamplingParams(max_new_tokens=8, samples_per_prompt=2)
+    before = engine.generate(prompts, sampling, step=0)
+    engine.sleep()
+    with pytest.raises(RuntimeError, match=r"wake\(\)"):
+        engine.generate(prompts, sampling, step=0)
+    engine.wake()
+    assert engine.generate(prompts, sampling, step=0).equals(before)

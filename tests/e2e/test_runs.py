@@ -1,0 +1,222 @@
+"""Whole runs on a tiny model, in exact mode: what is promised bit for bit is compared bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybridflow.config import load_config
+from hybridflow.flow.commands import ExportConfig, run_export, run_rl, run_sft
+from hybridflow.flow.quickstart import write_sums
+from hybridflow.flow.rl_job import RLConfig
+from hybridflow.flow.sft_job import SFTConfig
+
+TINY = "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: true}"
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    directory = tmp_path_factory.mktemp("sums")
+    files = write_sums(directory, seed=0)
+    few = directory / "few.jsonl"
+    few.write_text("".join(Path(files["train"]).read_text().splitlines(keepends=True)[:40]))
+    return {"tokenizer": str(directory / "tokenizer"), "few": str(few), "valid": files["valid"]}
+
+
+def sft_config(task: dict[str, str], root: Path, *overrides: str) -> SFTConfig:
+    return load_config(
+        SFTConfig,
+        config_name="quickstart_sft",
+        overrides=[
+            f"model.config={TINY}",
+            f"model.tokenizer={task['tokenizer']}",
+            f"data.files=[{task['few']}]",
+            f"evaluation.data.files=[{task['valid']}]",
+            "evaluation.every_steps=5",
+            "evaluation.max_prompts=8",
+            "evaluation.stop_at=null",
+            f"run={{directory: {root}, name: run, tensorboard: false, progress: false}}",
+            "rows_per_step=16",
+            "train.micro_batch_tokens=100",
+            "numerics=exact",
+            *overrides,
+        ],
+    )
+
+
+def rl_config(task: dict[str, str], root: Path, model: str, *overrides: str) -> RLConfig:
+    return load_config(
+        RLConfig,
+        config_name="quickstart_rl",
+        overrides=[
+            f"model.path={model}",
+            f"data.files=[{task['few']}]",
+            f"evaluation.data.files=[{task['valid']}]",
+            "evaluation.every_steps=5",
+            "evaluation.max_prompts=8",
+            "evaluation.stop_at=null",
+            f"run={{directory: {root}, name: run, tensorboard: false, progress: false, save_rollouts_every: 1}}",
+            "prompts_per_step=6",
+            "sampling.samples_per_prompt=4",
+            "train.micro_batch_tokens=100",
+            "algorithm.drop_constant_groups=false",
+            "algorithm.kl_coefficient=0.01",
+            f"reward.function={Path(__file__).parent / 'near_miss.py'}:near_miss",
+            "numerics=exact",
+            *overrides,
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def start(task: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that SFT left, as a run's directory."""
+    return str(run_sft(sft_config(task, tmp_path_factory.mktemp("start"), "steps=3", "evaluation.data=null"))["run"])
+
+
+def metrics_of(run: str | Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, without what a clock or the memory of the machine decides."""
+    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/", "speed/"))} for line in lines]
+
+
+def weights_of(run: str | Path) -> dict[str, torch.Tensor]:
+    return load_file(Path(run) / "model" / "model.safetensors")
+
+
+def assert_same_run(left: str | Path, right: str | Path) -> None:
+    for ours, theirs in zip(metrics_of(left), metrics_of(right), strict=True):
+        assert ours == theirs
+    ours_w, theirs_w = weights_of(left), weights_of(right)
+    assert ours_w.keys() == theirs_w.keys()
+    for name, weight in ours_w.items():
+        assert torch.equal(weight, theirs_w[name]), name
+
+
+def test_sft_stopped_and_resumed_equals_undisturbed(task: dict[str, str], tmp_path: Path) -> None:
+    # 40 rows and 16 a step: the stop after 5 steps lies on an epoch's border (80 rows), the one after 7 inside an epoch.
+    whole = run_sft(sft_config(task, tmp_path / "whole", "steps=20"))["run"]
+    for stop in (5, 7):
+        root = tmp_path / f"stopped_{stop}"
+        run_sft(sft_config(task, root, f"steps={stop}", "evaluation.every_steps=5"))
+        resumed = run_sft(sft_config(task, root, "steps=20"))["run"]
+        assert [line["step"] for line in metrics_of(resumed)] == list(range(1, 21))
+        assert weights_of(whole).keys() == weights_of(resumed).keys()
+        for name, weight in weights_of(whole).items():
+            assert torch.equal(weight, weights_of(resumed)[name]), (stop, name)
+
+
+def test_rl_stopped_and_resumed_equals_undisturbed(task: dict[str, str], start: str, tmp_path: Path) -> None:
+    # 40 prompts and 6 a step: the run crosses an epoch's border inside a step.
+    whole = run_rl(rl_config(task, tmp_path / "whole", start, "steps=20"))["run"]
+    run_rl(rl_config(task, tmp_path / "stopped", start, "steps=10"))
+    resumed = run_rl(rl_config(task, tmp_path / "stopped", start, "steps=20"))["run"]
+    assert_same_run(whole, resumed)
+    rollouts = [(Path(run) / "rollouts" / "step_00000020.parquet").read_bytes() for run in (whole, resumed)]
+    assert rollouts[0] == rollouts[1]
+
+
+def test_ray_writes_the_numbers_of_one_process(task: dict[str, str], start: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="ray is an extra; pip install 'hybridflow[ray]'")
+    local = run_rl(rl_config(task, tmp_path / "local", start, "steps=4"))["run"]
+    for chunks in (1, 3):
+        overrides = ("steps=4", "runtime.kind=ray", f"rollout.chunks={chunks}")
+        assert_same_run(local, run_rl(rl_config(task, tmp_path / f"ray_{chunks}", start, *overrides))["run"])
+
+
+def test_first_update_starts_at_ratio_one_and_lr_zero_stays_there(task: dict[str, str], start: str, tmp_path: Path) -> None:
+    run = run_rl(rl_config(task, tmp_path, start, "steps=10", "train.optimizer.lr=0.0"))["run"]
+    for line in metrics_of(run):
+        assert (line["policy/ratio_mean"], line["policy/ratio_max"]) == (1.0, 1.0)
+        assert (line["policy/clip_fraction_low"], line["policy/clip_fraction_high"]) == (0.0, 0.0)
+        assert (line["policy/kl_to_rollout"], line["policy/kl_to_reference"]) == (0.0, 0.0)
+    assert any(line["reward/std"] > 0 for line in metrics_of(run)), "some groups differ, so a gradient was there to ignore"
+    for name, weight in weights_of(run).items():
+        assert torch.equal(weight, weights_of(start)[name])
+
+
+def test_kill_in_the_middle_of_a_save_loses_nothing(task: dict[str, str], start: str, tmp_path: Path) -> None:
+    whole = run_rl(rl_config(task, tmp_path / "whole", start, "steps=6", "checkpoint.every_steps=1"))["run"]
+    root = tmp_path / "killed"
+    script = (
+        "import sys, json, os, signal, hybridflow.checkpoint.writer as w\n"
+        "from hybridflow.config import check_config\n"
+        "from hybridflow.flow.commands import run_rl\nfrom hybridflow.flow.rl_job import RLConfig\n"
+        "commit = w.CheckpointWriter.commit\n"
+        "def dying(self, *a, **k):\n"
+        "    if self.step == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return commit(self, *a, **k)\n"
+        "w.CheckpointWriter.commit = dying\n"
+        "run_rl(check_config(RLConfig, json.loads(sys.argv[1])))\n"
+    )
+    from hybridflow.config import to_plain
+
+    config = rl_config(task, root, start, "steps=6", "checkpoint.every_steps=1")
+    killed = subprocess.run([sys.executable, "-c", script, json.dumps(to_plain(config))], timeout=100, env=dict(os.environ))
+    assert killed.returncode == -signal.SIGKILL
+    assert any(path.name.startswith(".writing") for path in (root / "quickstart" / "run" / "checkpoints").iterdir())
+    assert_same_run(whole, run_rl(config)["run"])
+    assert not any(path.name.startswith(".writing") for path in (root / "quickstart" / "run" / "checkpoints").iterdir())
+
+
+def test_kill_at_random_moments_loses_nothing(task: dict[str, str], start: str, tmp_path: Path) -> None:
+    from hybridflow.config import to_plain
+
+    whole = run_rl(rl_config(task, tmp_path / "whole", start, "steps=8", "checkpoint.every_steps=1"))["run"]
+    config = rl_config(task, tmp_path / "killed", start, "steps=8", "checkpoint.every_steps=1")
+    script = (
+        "import sys, json\nfrom hybridflow.config import check_config\n"
+        "from hybridflow.flow.commands import run_rl\nfrom hybridflow.flow.rl_job import RLConfig\n"
+        "run_rl(check_config(RLConfig, json.loads(sys.argv[1])))\n"
+    )
+    metrics = tmp_path / "killed" / "quickstart" / "run" / "metrics.jsonl"
+    for after_step in (2, 5):
+        process = subprocess.Popen([sys.executable, "-c", script, json.dumps(to_plain(config))])
+        deadline = time.monotonic() + 100
+        while time.monotonic() < deadline and process.poll() is None:
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= after_step:
+                break
+            time.sleep(0.005)
+        process.kill()
+        process.wait(timeout=10)
+    assert_same_run(whole, run_rl(config)["run"])
+
+
+def test_export_gives_transformers_the_same_logits(task: dict[str, str], start: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run_export(ExportConfig(checkpoint=start, output=str(tmp_path / "exported")))
+    ids = AutoTokenizer.from_pretrained(tmp_path / "exported")("12+34=", return_tensors="pt")["input_ids"]
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    trained = AutoModelForCausalLM.from_pretrained(Path(start) / "model")
+    assert torch.equal(exported(ids).logits, trained(ids).logits)
+
+
+def test_the_weights_really_moved(task: dict[str, str], start: str, tmp_path: Path) -> None:
+    run = run_rl(rl_config(task, tmp_path, start, "steps=2"))["run"]
+    moved = [name for name, weight in weights_of(run).items() if not torch.equal(weight, weights_of(start)[name])]
+    assert len(moved) == len(weights_of(start))
+
+
+def test_fast_mode_resumes_within_tolerance(task: dict[str, str], start: str, tmp_path: Path) -> None:
+    def config(root: Path, *overrides: str) -> RLConfig:
+        return dataclasses.replace(rl_config(task, root, start, *overrides), numerics="fast")
+
+    whole = run_rl(config(tmp_path / "whole", "steps=6"))["run"]
+    run_rl(config(tmp_path / "stopped", "steps=3"))
+    resumed = run_rl(config(tmp_path / "stopped", "steps=6"))["run"]
+    for name, weight in weights_of(whole).items():
+        torch.testing.assert_close(weight, weights_of(resumed)[name], rtol=1e-4, atol=1e-5)
+    for line in metrics_of(whole):
+        assert line["policy/logprob_gap_max"] < 1e-4

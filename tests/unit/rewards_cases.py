@@ -1,0 +1,55 @@
+"""Reward functions for tests. They are loaded in processes of their own, so this file imports nothing that is slow."""
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import threading
+import time
+
+
+def misbehave(response: str) -> object:
+    """What verifiers of other people do."""
+    if response == "hang":
+        time.sleep(100)
+    if response == "hang in C":
+        re.match(r"(a+)+$", "a" * 64 + "b")
+    if response == "raise":
+        raise ValueError("no\nnumber here")
+    if response == "exit":
+        sys.exit(3)
+    if response == "hard exit":
+        os._exit(7)
+    if response == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if response == "thread":
+        threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+        threading.Thread(target=time.sleep, args=(100,)).start()
+    if response == "fork":
+        os.fork()
+    if response == "print":
+        print("[0, 99.0, null]\n" * 10_000)
+        sys.stderr.flush()
+    if response == "read":
+        return input()
+    if response == "babble":
+        for fd in range(3, 30):
+            with contextlib.suppress(OSError):
+                os.write(fd, b"[0, 99.0, null]\n")
+    if response == "close":
+        os.closerange(3, 64)
+    if response == "recurse":
+        return misbehave(response)
+    if response == "interrupt":
+        raise KeyboardInterrupt
+    values = {
+        "nan": float("nan"),
+        "inf": -float("inf"),
+        "none": None,
+        "text": "1.0",
+        "list": [1.0],
+        "complex": 1j,
+        "huge": 10**400,
+    }
+    return values.get(response, 1.0)

@@ -1,0 +1,207 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from hybridflow.batch import Batch
+from hybridflow.models import Packed, compute_logprobs, fresh_model, predicted_positions
+from hybridflow.rollout import NativeEngine, NativeSettings
+from hybridflow.types import RowState, SamplingParams
+
+VOCAB = 29
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 160,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.3,
+    "eos_token_id": 2,
+}
+LENGTHS = [5, 70, 33, 64, 1, 32]
+SAMPLING = SamplingParams(max_new_tokens=60, samples_per_prompt=3, temperature=0.9, seed=5)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    pieces = ["<pad>", "<unk>", "</s>"] + [chr(ord("a") + i) for i in range(VOCAB - 3)]
+    backend = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>", pad_token="<pad>")
+
+
+@pytest.fixture
+def exact_model():
+    return fresh_model(CONFIG, seed=1, numerics="exact")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Batch:
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(3, VOCAB, length).astype(np.int32) for length in LENGTHS]
+    return Batch.from_columns(group_id=[40 + i for i in range(len(LENGTHS))], prompt_tokens=tokens)
+
+
+@pytest.fixture
+def unlimited(exact_model, tokenizer, prompts) -> Batch:
+    return NativeEngine(exact_model, tokenizer).generate(prompts, SAMPLING, step=3)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_sequences": 1},
+        {"max_sequences": 5},
+        {"prefill_tokens_per_step": 7},
+        {"kv_cache_tokens": 7 * 32},
+        {"kv_cache_tokens": 11 * 32, "max_sequences": 6, "prefill_tokens_per_step": 40},
+    ],
+    ids=str,
+)
+def test_no_limit_changes_a_bit_in_exact_mode(exact_model, tokenizer, prompts, unlimited, limits):
+    limited = NativeEngine(exact_model, tokenizer, NativeSettings(**limits))
+    assert limited.generate(prompts, SAMPLING, step=3).equals(unlimited)
+
+
+def test_the_company_of_other_prompts_and_samples_changes_no_bit_in_exact_mode(
+    exact_model, tokenizer, prompts, unlimited
+):
+    engine = NativeEngine(exact_model, tokenizer)
+    alone = [engine.generate(prompts.slice(i, i + 1), SAMPLING, step=3) for i in reversed(range(len(LENGTHS)))]
+    assert Batch.concat(alone[::-1]).equals(unlimited)
+    fewer = engine.generate(prompts, dataclasses.replace(SAMPLING, samples_per_prompt=2), step=3)
+    assert fewer.equals(unlimited.filter(np.arange(unlimited.num_rows) % 3 < 2))
+
+
+def test_a_preempted_row_comes_back_as_it_would_have_been(exact_model, tokenizer, prompts, monkeypatch):
+    sampling = SamplingParams(max_new_tokens=90, samples_per_prompt=3, ignore_eos=True)
+    free = NativeEngine(exact_model, tokenizer).generate(prompts, sampling, step=0)
+    engine = NativeEngine(exact_model, tokenizer, NativeSettings(kv_cache_tokens=8 * 32))
+    preemptions = []
+    finish = engine._finish
+    monkeypatch.setattr(engine, "_finish", lambda *a: preemptions.append(a[2].scheduler.num_preemptions) or finish(*a))
+    assert engine.generate(prompts, sampling, step=0).equals(free)
+    assert preemptions[0] > 0
+
+
+def test_the_trainer_computes_the_very_same_logprobs_in_exact_mode(exact_model, tokenizer, prompts, unlimited):
+    tokens, offsets = unlimited.ragged("tokens").values, unlimited.ragged("tokens").offsets
+    positions = torch.cat([torch.arange(int(n)) for n in offsets.diff()])
+    attention = Packed(offsets.int(), int(offsets.diff().max()))
+    hidden = exact_model.hidden_states(tokens.long(), positions, attention)
+    hidden_index, token_index = predicted_positions(offsets.int())
+    logprobs, _ = compute_logprobs(hidden[hidden_index], tokens.long()[token_index], exact_model.head, temperature=0.9)
+    expected = torch.zeros(len(tokens)).index_put((token_index,), logprobs.detach())
+    counts = unlimited.ragged("loss_mask").values.bool()
+    assert torch.equal(unlimited.ragged("rollout_logprobs").values[counts], expected[counts])
+
+
+def test_a_groups_prompt_is_computed_once(exact_model, tokenizer, prompts, monkeypatch):
+    fed = []
+    forward = exact_model.hidden_states
+    monkeypatch.setattr(exact_model, "hidden_states", lambda t, p, a: fed.append(len(t)) or forward(t, p, a))
+    sampling = SamplingParams(max_new_tokens=4, samples_per_prompt=3, ignore_eos=True)
+    NativeEngine(exact_model, tokenizer).generate(prompts, sampling, step=0)
+    assert fed == [sum(LENGTHS), 18, 18, 18]
+
+
+def test_limits_hold(exact_model, tokenizer, prompts, monkeypatch):
+    shapes = []
+    forward = exact_model.hidden_states
+    monkeypatch.setattr(
+        exact_model, "hidden_states", lambda t, p, a: shapes.append((len(t), len(a.context_lens))) or forward(t, p, a)
+    )
+    limits = NativeSettings(kv_cache_tokens=300, max_sequences=4, prefill_tokens_per_step=16)
+    engine = NativeEngine(exact_model, tokenizer, limits)
+    engine.generate(prompts, SAMPLING, step=0)
+    assert engine._cache.num_blocks == 9
+    assert max(tokens for tokens, _ in shapes) <= 16 and max(rows for tokens, rows in shapes if tokens == rows) <= 6
+
+
+def test_a_cache_that_cannot_hold_one_row_is_refused_with_the_remedy(exact_model, tokenizer, prompts):
+    engine = NativeEngine(exact_model, tokenizer, NativeSettings(kv_cache_tokens=96))
+    with pytest.raises(ValueError, match="holds 96 tokens and the longest row may need 192; raise kv_cache_tokens"):
+        engine.generate(prompts, SAMPLING, step=0)
+
+
+def test_it_runs_on_the_trainers_weights_and_leaves_the_module_as_it_was(exact_model, tokenizer, prompts):
+    engine = NativeEngine(exact_model, tokenizer)
+    before = engine.generate(prompts, SAMPLING, step=0)
+    exact_model.module.train()
+    addresses = [parameter.data_ptr() for parameter in exact_model.module.parameters()]
+    with torch.no_grad():
+        for parameter in exact_model.module.parameters():
+            parameter.mul_(1.1)
+    engine.load_weights(1)
+    after = engine.generate(prompts, SAMPLING, step=0)
+    assert exact_model.module.training and all(parameter.requires_grad for parameter in exact_model.module.parameters())
+    assert [parameter.data_ptr() for parameter in exact_model.module.parameters()] == addresses
+    assert after.pylist("tokens") != before.pylist("tokens") and after.pylist("policy_version_min") == [1] * 18
+    fresh = NativeEngine(exact_model, tokenizer).generate(prompts, SAMPLING, step=0)
+    assert fresh.drop(["policy_version_min", "policy_version_max"]).equals(
+        after.drop(["policy_version_min", "policy_version_max"])
+    )
+
+
+def test_weights_that_are_not_finite_fail_rows_and_raise_nothing(exact_model, tokenizer, prompts):
+    with torch.no_grad():
+        next(exact_model.module.parameters())[7].fill_(float("nan"))
+    batch = NativeEngine(exact_model, tokenizer).generate(prompts, SAMPLING, step=0)
+    failed = batch.numpy("state") == RowState.FAILED
+    assert failed.any()
+    assert all("not finite" in error for error in batch.filter(failed).pylist("rollout_error"))
+    assert set(batch.filter(failed).lengths("tokens")) == {0}
+
+
+def test_a_cache_full_of_nan_from_former_rows_reaches_nobody(exact_model, tokenizer, prompts, unlimited):
+    engine = NativeEngine(exact_model, tokenizer)
+    engine.generate(prompts, SAMPLING, step=0)
+    with torch.inference_mode():
+        engine._cache.keys.fill_(float("nan"))
+        engine._cache.values.fill_(float("nan"))
+    assert engine.generate(prompts, SAMPLING, step=3).equals(unlimited)
+
+
+def test_generation_refuses_company(exact_model, tokenizer, prompts, monkeypatch):
+    engine = NativeEngine(exact_model, tokenizer)
+    forward = exact_model.hidden_states
+
+    def interfere(*arguments):
+        for verb in (engine.sleep, lambda: engine.load_weights(1), lambda: engine.generate(prompts, SAMPLING, step=0)):
+            with pytest.raises(RuntimeError, match="while the rollout engine is generating"):
+                verb()
+        return forward(*arguments)
+
+    monkeypatch.setattr(exact_model, "hidden_states", interfere)
+    engine.generate(prompts, SamplingParams(max_new_tokens=2), step=0)
+
+
+def test_sleep_frees_the_cache(exact_model, tokenizer, prompts):
+    engine = NativeEngine(exact_model, tokenizer)
+    engine.generate(prompts, SAMPLING, step=0)
+    engine.sleep()
+    assert engine._cache is None
+
+
+def test_fast_mode_agrees_with_exact_mode_within_rounding(exact_model, tokenizer, prompts, unlimited):
+    exact_model.numerics = "fast"
+    fast = NativeEngine(exact_model, tokenizer, NativeSettings(kv_cache_tokens=11 * 32)).generate(
+        prompts, SAMPLING, step=3
+    )
+    same = [a == b for a, b in zip(fast.pylist("tokens"), unlimited.pylist("tokens"), strict=True)]
+    assert np.mean(same) > 0.9
+    kept = np.array(same)
+    torch.testing.assert_close(
+        fast.filter(kept).ragged("rollout_logprobs").values.clone(),
+        unlimited.filter(kept).ragged("rollout_logprobs").values.clone(),
+        atol=1e-4,
+        rtol=0,
+    )
