@@ -399,6 +399,16 @@ def test_a_nan_at_a_counted_token_stays_visible(loss: TokenLoss) -> None:
     assert math.isnan(call(loss, pack(rows)).total.item())
 
 
+@pytest.mark.parametrize("logp", [math.inf, -math.inf])
+def test_an_infinite_ratio_is_cut_and_seen_in_the_gap(logp: float) -> None:
+    packed = pack([Row([0, 1], [0.0, logp], [0.0, -1.0], [0.0] * 2, [-1.0] * 2, [0.0] * 2)])
+    result = call(PolicyLoss(), packed)
+    result.total.backward()
+    assert math.isfinite(result.total.item())
+    assert packed.logprobs.grad.tolist() == [0.0, 0.0]
+    assert read(result.metrics)["policy/logprob_gap_max"].value == math.inf
+
+
 @pytest.mark.parametrize("loss", [PolicyLoss(report_kl=True), SFTLoss()], ids=["policy", "sft"])
 @pytest.mark.parametrize("lengths", [[], [(3, 0), (1, 0)]], ids=["no tokens", "no counted tokens"])
 def test_nothing_to_count_gives_zero_and_no_metrics(loss: TokenLoss, lengths: list[tuple[int, int]]) -> None:

@@ -133,7 +133,7 @@ def test_a_take_may_be_larger_than_the_data(numbers: str) -> None:
 def test_epochs_end_with_what_is_left_and_then_with_nothing(numbers: str) -> None:
     rows = loader(numbers, epochs=2)
     sizes = [rows.take(4).num_rows for _ in range(5)]
-    assert sizes == [4, 4, 4, 2, 0] and rows.epoch == 2
+    assert sizes == [4, 4, 4, 2, 0] and rows.epoch == 2 and rows.state()["num_taken"] == 14
     empty = rows.take(4)
     assert (
         empty.column_names == ("tokens", "loss_mask", "group_id", "state")
@@ -282,8 +282,8 @@ def test_the_prompt_may_be_another_column(numbers: str) -> None:
 
 def test_prompts_from_messages(tmp_path: Path) -> None:
     tokenizer = build_character_tokenizer(string.printable)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}"
-        "{% if add_generation_prompt %}a:{% endif %}"
+    turns = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}"
+    tokenizer.chat_template = turns + "{% if add_generation_prompt %}a:{% endif %}"
     path = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "2+2"}], "answer": "4"}])
     batch = PromptPool(DataSettings(files=(path,)), tokenizer).take(1)
     assert batch.pylist("prompt") == ["u:2+2<eos>a:"] and batch.pylist("answer") == ["4"]

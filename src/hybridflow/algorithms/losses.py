@@ -148,8 +148,8 @@ class PolicyLoss(PolicyLossSettings):
     Denominator: tokens with `loss_mask` 1, or sequences that have one, over the whole mini-batch (`normalization`).
     Gradient flows through `logprobs_T` and `entropy_T` alone, and is exactly 0 at a token that is clipped.
     With p equal to p_old, r is exactly 1, nothing is clipped, and KL to the rollout is exactly 0.
-    Non-finite inputs at tokens that count make the sum non-finite, and the engine skips that step. log r is cut at 20 before
-    it is exponentiated; a token above has r = e^20 and no gradient from the first term.
+    A NaN at a token that counts makes the sum NaN, and the engine skips that step. log r is cut at 20 before it is exponentiated: a
+    token above has r = e^20 and no gradient from the first term. An infinite log r is cut likewise, and seen in `policy/logprob_gap_max`.
 
     Source: PPO, arXiv:1707.06347 eq. 7; two clips, DAPO, arXiv:2503.14476 eq. 10; KL in the loss, GRPO, arXiv:2402.03300 eq. 3.
     Differs from GRPO: tokens count alike by default, as in DAPO; `sequence_mean` is GRPO's 1/|o_i|. Dr. GRPO (arXiv:2503.20783)

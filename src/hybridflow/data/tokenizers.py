@@ -72,4 +72,4 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
     What some tokenizers add behind a text (an end-of-sequence token) is left out: a prompt goes on.
     """
     bos_id = find_bos(tokenizer)
-    return [ids if bos_id is None else [bos_id, *ids] for ids in encode_texts(tokenizer, texts)]
+    return [ids if bos_id is None or ids[:1] == [bos_id] else [bos_id, *ids] for ids in encode_texts(tokenizer, texts)]

@@ -3,7 +3,7 @@
 from hybridflow.models.attention import Packed, Paged
 from hybridflow.models.head import Head, compute_log_softmax, compute_logits, compute_logprobs, predicted_positions
 from hybridflow.models.kv_cache import BLOCK_SIZE, PagedKVCache
-from hybridflow.models.loading import fresh_model, load_model, load_tokenizer, save_model
+from hybridflow.models.loading import fresh_model, load_model, load_tokenizer, save_description, save_model
 from hybridflow.models.model import LanguageModel
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "predicted_positions",
+    "save_description",
     "save_model",
 ]

@@ -131,8 +131,20 @@ def save_model(
     dtype = model.dtype if dtype is None else dtype
     weights = {name: tensor.detach().to("cpu", dtype) for name, tensor in module.state_dict().items()}
     module.save_pretrained(directory, state_dict=weights)
+    save_description(model, tokenizer, directory, dtype)
+
+
+def save_description(
+    model: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    directory: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Writes all of `save_model` but the weights: configuration, generation defaults and tokenizer."""
     config = copy.deepcopy(model.config)
-    config.dtype = dtype
+    config.dtype = model.dtype if dtype is None else dtype
     config.save_pretrained(directory)
+    if model.module.generation_config is not None:
+        model.module.generation_config.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +69,12 @@ class ActorWorker(GeneratorWorker):
         self.rollout_engine.load_weights(self.version)
 
     def export(self, directory: Path) -> None:
-        """Writes model and tokenizer as a Hugging Face directory."""
-        save_model(self.policy.model, self.policy.tokenizer, directory)
+        """Writes model and tokenizer as a Hugging Face directory, which is there whole or not at all."""
+        beside = directory.with_name(f".writing-{directory.name}")
+        shutil.rmtree(beside, ignore_errors=True)
+        save_model(self.policy.model, self.policy.tokenizer, beside)
+        shutil.rmtree(directory, ignore_errors=True)
+        beside.rename(directory)
 
 
 class Actor(Generator):

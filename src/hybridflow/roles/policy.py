@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from hybridflow.config import ConfigError, Field, settings
 from hybridflow.models import LanguageModel, fresh_model, load_model, load_tokenizer
@@ -83,6 +84,7 @@ def model_directory(path: str, key: str = "model") -> Path:
 def build_policy(spec: ModelSpec) -> Policy:
     """Loads or makes the model, on its device, in its numbers."""
     pin_numerics(spec.numerics, spec.threads)
+    logging.disable_progress_bar()  # the run has a bar of its own
     chosen = spec.settings
     device = torch.device(resolve_device(chosen.device))
     dtype = resolve_dtype(chosen.dtype, device)

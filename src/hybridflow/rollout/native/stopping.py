@@ -51,7 +51,9 @@ class StopRules:
         if self.strings:
             stopped |= self._ends_with_string(sequences, rows, tokens)
         lengths = sequences.length[rows]
-        finish = np.where(stopped, Finish.STOP, np.where(lengths >= sequences.max_length[rows], Finish.LENGTH, Finish.NONE))
+        finish = np.where(
+            stopped, Finish.STOP, np.where(lengths >= sequences.max_length[rows], Finish.LENGTH, Finish.NONE)
+        )
         finite = np.isfinite(sequences.logprobs[rows, lengths - 1])
         sequences.finish[rows] = np.where(finite, finish, Finish.FAILED)
 
