@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from hybridflow.config import Field, settings
@@ -56,6 +56,10 @@ class SamplingParams:
     """Samples drawn for each prompt: the size of a group."""
     seed: int = Field(default=0, ge=0)
     """Key of the draws, together with step, group, sample and position."""
+
+    def also_stopping_on(self, token_ids: tuple[int, ...]) -> SamplingParams:
+        """The same with further `stop_token_ids`."""
+        return replace(self, stop_token_ids=tuple(dict.fromkeys((*self.stop_token_ids, *token_ids))))
 
 
 class Reduce(enum.Enum):

@@ -22,7 +22,10 @@ from hybridflow.flow.quickstart import write_sums
 from hybridflow.flow.rl_job import RLConfig
 from hybridflow.flow.sft_job import SFTConfig
 
-TINY = "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: true}"
+TINY = (
+    "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "
+    "num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: true}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +158,7 @@ def test_kill_in_the_middle_of_a_save_loses_nothing(task: dict[str, str], start:
         "from hybridflow.flow.commands import run_rl\nfrom hybridflow.flow.rl_job import RLConfig\n"
         "commit = w.CheckpointWriter.commit\n"
         "def dying(self, *a, **k):\n"
-        "    if self.step == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    if self._step == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return commit(self, *a, **k)\n"
         "w.CheckpointWriter.commit = dying\n"
         "run_rl(check_config(RLConfig, json.loads(sys.argv[1])))\n"

@@ -55,7 +55,9 @@ def score(model):
     model.module.zero_grad()
     hidden = model.hidden_states(tokens, positions, packed)
     hidden_index, token_index = (x.to(model.device) for x in predicted_positions(packed.cu_seqlens))
-    logprobs, _ = compute_logprobs(hidden, tokens.to(model.device)[token_index], model.head, rows=hidden_index, chunk_tokens=256)
+    logprobs, _ = compute_logprobs(
+        hidden, tokens.to(model.device)[token_index], model.head, rows=hidden_index, chunk_tokens=256
+    )
     logprobs.sum().backward()
     grads = torch.cat([parameter.grad.float().flatten().cpu() for parameter in model.module.parameters()])
     return logprobs.detach().float().cpu(), grads, packed.plans
@@ -99,7 +101,9 @@ def test_decode_from_the_paged_cache_equals_the_packed_pass(name, dtype):
         starts = [done[i] for i in live]
         context = torch.tensor(starts) + torch.tensor(sizes)
         where = torch.cat([torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])
-        cu_query = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int32) if max(sizes) > 1 else None
+        cu_query = (
+            torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int32) if max(sizes) > 1 else None
+        )
         hidden = model.hidden_states(torch.cat(new), where, Paged(cache, tables[live], context, cu_query))
         got = compute_log_softmax(compute_logits(hidden, model.head)).split(sizes)
         for i, start, size, part in zip(live, starts, sizes, got, strict=True):

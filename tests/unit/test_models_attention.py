@@ -13,7 +13,13 @@ from hybridflow.models import Packed, PagedKVCache, fresh_model
 from hybridflow.models.attention_padded import RowPadding, plan_buckets
 
 CONFIG = dict(
-    model_type="llama", vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+    model_type="llama",
+    vocab_size=32,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
 )
 ROW = (torch.arange(5), torch.arange(5), Packed(torch.tensor([0, 5], dtype=torch.int32), 5))
 
@@ -74,6 +80,24 @@ def test_dropout_is_refused():
         model.hidden_states(*ROW)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+def test_gradient_checkpointing_recomputes_in_fast_mode_and_is_refused_in_exact_mode():
+    model = fresh_model(CONFIG, seed=0)
+    grads = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.module.gradient_checkpointing_enable({"use_reentrant": False})
+            model.module.train()
+        model.module.zero_grad()
+        model.hidden_states(*ROW).square().sum().backward()
+        grads.append(model.module.get_input_embeddings().weight.grad.clone())
+    assert torch.equal(grads[0], grads[1])
+    model.numerics = "exact"
+    hidden = model.hidden_states(*ROW)
+    with pytest.raises(RuntimeError, match="turn gradient checkpointing off"):
+        hidden.sum().backward()
+
+
 def test_empty_rows_take_no_part():
     model = fresh_model(CONFIG, seed=0)
     tokens, positions = torch.tensor([3, 4, 5]), torch.tensor([0, 1, 0])
@@ -81,7 +105,9 @@ def test_empty_rows_take_no_part():
     without = Packed(torch.tensor([0, 2, 3], dtype=torch.int32), 2)
     for numerics in ("fast", "exact"):
         model.numerics = numerics
-        assert torch.equal(model.hidden_states(tokens, positions, with_empty), model.hidden_states(tokens, positions, without))
+        assert torch.equal(
+            model.hidden_states(tokens, positions, with_empty), model.hidden_states(tokens, positions, without)
+        )
 
 
 def test_blocks_are_copied_whole():

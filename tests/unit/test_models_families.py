@@ -47,7 +47,9 @@ FAMILIES = {
         final_logit_softcapping=3.0,
         query_pre_attn_scalar=20,
     ),
-    "gemma3": dict(BASE, **GEMMA, model_type="gemma3_text", sliding_window=9, layer_types=SLIDING, query_pre_attn_scalar=20),
+    "gemma3": dict(
+        BASE, **GEMMA, model_type="gemma3_text", sliding_window=9, layer_types=SLIDING, query_pre_attn_scalar=20
+    ),
     "gemma3_softcap": dict(
         BASE, **GEMMA, model_type="gemma3_text", sliding_window=9, layer_types=SLIDING, final_logit_softcapping=3.0
     ),
@@ -61,7 +63,9 @@ def build(name, *, tied=True, numerics="fast", dtype=torch.float32):
 
 def build_reference(model):
     """Transformers' own model with the same weights and eager attention, from its own copy of the config."""
-    reference = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), attn_implementation="eager", dtype=model.dtype)
+    reference = AutoModelForCausalLM.from_config(
+        copy.deepcopy(model.config), attn_implementation="eager", dtype=model.dtype
+    )
     reference.load_state_dict(model.module.state_dict())
     return reference.eval()
 
@@ -95,7 +99,11 @@ def generate_paged(model, rows, pieces):
         context = torch.tensor([done[i] + len(part) for i, part in zip(live, new, strict=True)])
         positions = torch.cat([torch.arange(done[i], done[i] + len(part)) for i, part in zip(live, new, strict=True)])
         lengths = torch.tensor([len(part) for part in new])
-        cu_query = None if bool((lengths == 1).all()) else torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int()
+        cu_query = (
+            None
+            if bool((lengths == 1).all())
+            else torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int()
+        )
         hidden = model.hidden_states(torch.cat(new), positions, Paged(cache, tables[live], context, cu_query))
         for i, part in zip(live, hidden.split(lengths.tolist()), strict=True):
             outputs[i].append(part)

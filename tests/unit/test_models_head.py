@@ -65,7 +65,12 @@ def test_float32_against_float64(exact):
     hidden64, weight64 = (x.detach().double().requires_grad_() for x in (hidden, weight))
     logprobs64, entropy64 = reference(hidden64, weight64, targets, 0.8, softcap=2.0)
     (logprobs64 * upstream + 0.3 * entropy64).sum().backward()
-    for got, expected in ((logprobs, logprobs64), (entropy, entropy64), (hidden.grad, hidden64.grad), (weight.grad, weight64.grad)):
+    for got, expected in (
+        (logprobs, logprobs64),
+        (entropy, entropy64),
+        (hidden.grad, hidden64.grad),
+        (weight.grad, weight64.grad),
+    ):
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -92,7 +97,7 @@ def test_no_targets():
 
 
 def test_weight_gradient_is_summed_in_float32():
-    """2,048 chunks that each add 1 of 256: bf16 sums stop growing, float32 ones do not."""
+    """2,048 chunks that each add a half: a bf16 sum stops growing at 128, a float32 one does not."""
     num_rows = 2048
     hidden = torch.full((num_rows, 1), 1.0, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)

@@ -13,7 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from hybridflow.models import Packed, compute_logits, fresh_model, load_model, load_tokenizer, save_model
 
 CONFIG = dict(
-    model_type="llama", vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+    model_type="llama",
+    vocab_size=32,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
 )
 DATA = Path(os.environ.get("HYBRIDFLOW_DATA", Path(__file__).parents[3] / "shared" / "data"))
 ROW = (torch.arange(5), torch.arange(5), Packed(torch.tensor([0, 5], dtype=torch.int32), 5))
@@ -101,7 +107,7 @@ def test_a_directorys_own_code_does_not_run(tmp_path):
         json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.EvilConfig"}})
     )
     (tmp_path / "evil.py").write_text("raise SystemExit('remote code ran')")
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="trust_remote_code|evil"):
         load_model(tmp_path)
 
 
@@ -115,7 +121,9 @@ def test_tokenizer_round_trip(tmp_path):
         load_tokenizer(tmp_path / "nowhere")
 
 
-@pytest.mark.skipif(not (DATA / "stories260K").is_dir(), reason="shared data absent: set HYBRIDFLOW_DATA to its directory")
+@pytest.mark.skipif(
+    not (DATA / "stories260K").is_dir(), reason="shared data absent: set HYBRIDFLOW_DATA to its directory"
+)
 def test_a_real_model_tells_its_story():
     model = load_model(DATA / "stories260K")
     tokenizer = load_tokenizer(DATA / "stories260K")

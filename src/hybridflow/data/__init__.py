@@ -1,5 +1,6 @@
 """Rows from files: as examples to learn, and as prompts to continue."""
 
+from hybridflow.data.chat import chat_stop_ids
 from hybridflow.data.loader import PromptPool, SFTLoader, iter_examples, iter_prompts, read_prompts
 from hybridflow.data.settings import DataSettings
 from hybridflow.data.sources import DataError
@@ -11,6 +12,7 @@ __all__ = [
     "PromptPool",
     "SFTLoader",
     "build_character_tokenizer",
+    "chat_stop_ids",
     "iter_examples",
     "iter_prompts",
     "read_prompts",

@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 
 from hybridflow.config import ConfigError
 from hybridflow.data.messages import BadRow, Message
+from hybridflow.data.settings import DataSettings
 from hybridflow.data.tokenizers import encode_texts
 
 if TYPE_CHECKING:
@@ -75,6 +76,16 @@ class ChatTemplate:
                 "use a template that ends a turn with one"
             )
         return suffix[start:]
+
+
+def chat_stop_ids(tokenizer: PreTrainedTokenizerBase, settings: DataSettings | None) -> tuple[int, ...]:
+    """The id that ends the assistant's turn, for `SamplingParams.stop_token_ids`: not always one of the model's own end ids.
+
+    Empty for `format: text`, and for a tokenizer without a chat template.
+    """
+    if settings is None or settings.format == "text" or not tokenizer.chat_template:
+        return ()
+    return tuple(ChatTemplate(tokenizer, settings.template_arguments).find_turn_end()[:1])
 
 
 def mark_turns(renders: Sequence[list[int]], turn_end: list[int]) -> tuple[list[int], list[int]]:

@@ -9,17 +9,17 @@ from typing import Any
 from hybridflow.batch import Batch
 from hybridflow.checkpoint import export_checkpoint, newest_checkpoint, open_checkpoint
 from hybridflow.config import ConfigError, Field, settings
-from hybridflow.data import DataSettings, read_prompts
+from hybridflow.data import DataSettings, chat_stop_ids, read_prompts
 from hybridflow.flow import rl, sft
-from hybridflow.flow.evaluation import EvaluationSettings, Evaluator
-from hybridflow.flow.rl_job import RLConfig, RLJob, check_rl
+from hybridflow.flow.evaluation import EvaluationSettings
+from hybridflow.flow.rl_job import RLConfig, RLJob, build_evaluator, check_rl
 from hybridflow.flow.sft_job import SFTConfig, SFTJob, check_sft
 from hybridflow.models import load_tokenizer
 from hybridflow.rewards import RewardSettings, check_reward
 from hybridflow.roles.generator import RolloutSettings, place_generator
 from hybridflow.roles.policy import ModelSettings, ModelSpec, check_model, model_directory
 from hybridflow.roles.reward_model import RewardModel
-from hybridflow.runtime.api import Runtime, RuntimeSettings
+from hybridflow.runtime.api import RuntimeSettings
 from hybridflow.runtime.start import start_runtime, worker_threads
 from hybridflow.types import Numerics, SamplingParams
 
@@ -123,7 +123,8 @@ def run_generate(config: GenerateConfig) -> Batch:
     runtime = start_runtime(config.runtime)
     try:
         model = ModelSpec(config.model, config.numerics, 0, worker_threads(config.runtime, config.numerics))
-        generator = place_generator(runtime, model, config.rollout, config.sampling)
+        sampling = config.sampling.also_stopping_on(chat_stop_ids(tokenizer, config.data))
+        generator = place_generator(runtime, model, config.rollout, sampling)
         samples = runtime.get(generator.rollout(prompts, step=0))
     finally:
         runtime.shutdown()
@@ -139,13 +140,14 @@ def run_eval(config: EvalConfig, *, reward_function: Callable[..., Any] | None =
     if config.evaluation.data is None:
         raise ConfigError("evaluation.data: nothing to evaluate on; give evaluation.data.files=[...]")
     tokenizer = load_tokenizer(config.model.tokenizer or model_directory(config.model.path or ""))
-    prompts = read_prompts(config.evaluation.data, tokenizer, max_rows=config.evaluation.max_prompts)
     runtime = start_runtime(config.runtime)
     try:
         model = ModelSpec(config.model, config.numerics, 0, worker_threads(config.runtime, config.numerics))
         generator = place_generator(runtime, model, config.rollout, config.evaluation.sampling)
         reward = RewardModel(runtime, config.reward, reward_function)
-        samples, metrics = Evaluator(config.evaluation, prompts, generator, reward, runtime).run(step=0)
+        evaluator = build_evaluator(config.evaluation, tokenizer, generator, reward, runtime)
+        assert evaluator is not None, "evaluation.data is given"
+        samples, metrics = evaluator.run(step=0)
         reward.close()
     finally:
         runtime.shutdown()

@@ -13,7 +13,7 @@ from hybridflow.config import ConfigError, Field, settings
 from hybridflow.flow.evaluation import Evaluator
 from hybridflow.observability.phases import phase, phase_times, set_step
 from hybridflow.observability.progress import ProgressBar
-from hybridflow.observability.run import RunDirectory, RunSettings, refuse_other_run
+from hybridflow.observability.run import RunDirectory, refuse_other_run
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import Runtime

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from hybridflow.algorithms import GRPO, GRPOSettings
+from hybridflow.algorithms import GRPO, GRPOSettings, resolve_advantage_function
 from hybridflow.batch import Batch
 from hybridflow.config import ConfigError, Field, settings, to_yaml
-from hybridflow.data import DataSettings, PromptPool, read_prompts
+from hybridflow.data import DataSettings, PromptPool, chat_stop_ids, read_prompts
 from hybridflow.flow.evaluation import EvaluationSettings, Evaluator
 from hybridflow.flow.job import CheckpointSettings, Job, train_over
 from hybridflow.models import load_tokenizer
 from hybridflow.observability.run import RunDirectory, RunSettings
 from hybridflow.rewards import RewardSettings, check_reward
 from hybridflow.roles.actor import Actor, ActorSpec
-from hybridflow.roles.generator import RolloutSettings
+from hybridflow.roles.generator import Generator, RolloutSettings
 from hybridflow.roles.policy import ModelSettings, ModelSpec, check_model, model_directory
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward_model import RewardModel
@@ -80,6 +81,12 @@ def check_rl(config: RLConfig) -> None:
         )
     if config.sampling.temperature == 0.0:
         raise ConfigError("sampling.temperature: 0 draws the same sample for a whole group, and nothing is learned; set it above 0, e.g. 1.0")
+    if config.sampling.samples_per_prompt == 1 and config.algorithm.advantage_function is None:
+        raise ConfigError(
+            "sampling.samples_per_prompt: 1 leaves a group without siblings to compare with, and nothing is learned; set it to 2 or more, e.g. 8"
+        )
+    if config.algorithm.advantage_function is not None:
+        resolve_advantage_function(config.algorithm.advantage_function)
     if config.updates_per_step > config.prompts_per_step:
         raise ConfigError(
             f"updates_per_step: {config.updates_per_step} is more than prompts_per_step={config.prompts_per_step}; "
@@ -103,7 +110,7 @@ class RLJob(Job):
         self.prompts = PromptPool(config.data, tokenizer, seed=config.seed)
         check_reward(config.reward, reward_function, self.prompts.column_names)
         model = ModelSpec(config.model, config.numerics, config.seed, worker_threads(config.runtime, config.numerics))
-        sampling = config.sampling
+        sampling = config.sampling.also_stopping_on(chat_stop_ids(tokenizer, config.data))
         spec = ActorSpec(model, train_over(config.train, config.steps * config.updates_per_step), config.rollout, config.updates_per_step)
         actor = Actor(runtime, spec, sampling)
         reward = RewardModel(runtime, config.reward, reward_function)
@@ -151,7 +158,7 @@ class RLJob(Job):
 
 
 def build_evaluator(
-    settings: EvaluationSettings, tokenizer: Any, actor: Actor, reward: RewardModel | None, runtime: Runtime
+    settings: EvaluationSettings, tokenizer: Any, policy: Generator, reward: RewardModel | None, runtime: Runtime
 ) -> Evaluator | None:
     """An evaluator, or None where the settings name no data."""
     if settings.data is None:
@@ -159,4 +166,5 @@ def build_evaluator(
     if reward is None:
         raise ConfigError("reward.function: evaluation.data is given, and nothing says what its responses are worth; name a reward")
     prompts = read_prompts(settings.data, tokenizer, max_rows=settings.max_prompts)
-    return Evaluator(settings, prompts, actor, reward, runtime)
+    sampling = settings.sampling.also_stopping_on(chat_stop_ids(tokenizer, settings.data))
+    return Evaluator(replace(settings, sampling=sampling), prompts, policy, reward, runtime)

@@ -71,7 +71,7 @@ class Paged:
     """New tokens of B sequences, packed, written to the cache, each attending to all that its sequence holds up to itself.
 
     cache:        storage; written by the forward pass.
-    block_tables: [B, max_blocks] int32 on the CPU; entry i is the block of positions 32 i to 32 i + 31; entries past the context are ignored.
+    block_tables: [B, max_blocks] int32 on the CPU; entry i is the block of positions 32 i to 32 i + 31; those past the context are ignored.
     context_lens: [B] int32 or int64 on the CPU; tokens each sequence holds AFTER this pass, the new ones included.
     cu_query:     [B+1] int32 on the CPU; None for decode, one new token a sequence.
     The new tokens of sequence b are its last ones: positions context_lens[b] - new[b] to context_lens[b] - 1, with new[b] >= 1.
@@ -105,10 +105,14 @@ class Paged:
 
 @dataclass
 class AttentionPass:
-    """One forward pass through the attention function: its plan, and how often a layer has called."""
+    """One forward pass through the attention function: its plan, how often a layer has called, and whether no more may.
+
+    closed: exact mode closes a pass after its forward: layers computed again in backward would run without its arithmetic.
+    """
 
     plan: AttentionPlan
     calls: int = 0
+    closed: bool = False
 
 
 def attend_rows(
@@ -134,9 +138,11 @@ def attend_rows(
             "this model attends only through LanguageModel.hidden_states; to run the module itself, load it with Transformers"
         )
     if attention_mask is not None:
-        raise RuntimeError("an attention mask reached the attention function, which takes its boundaries from cu_seqlens alone")
+        raise RuntimeError("an attention mask was passed, but cu_seqlens alone says who sees whom: leave the mask out")
     if dropout:
-        raise RuntimeError(f"attention dropout is {dropout}, but post-training runs without dropout: set attention_dropout to 0")
+        raise RuntimeError(f"attention dropout is {dropout}, but post-training has none: set attention_dropout to 0")
+    if attention_pass.closed:
+        raise RuntimeError("numerics 'exact' cannot compute layers again in backward: turn gradient checkpointing off")
     attention_pass.calls += 1
     rows = [x.transpose(1, 2).squeeze(0) for x in (query, key, value)]
     form = AttentionForm(scaling, sliding_window, softcap)

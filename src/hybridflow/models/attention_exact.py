@@ -9,6 +9,7 @@ K head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,10 @@ QUERY_BLOCK = 8
 KEY_BLOCK = 32
 # Finite, so that a fully masked block leaves no NaN: exp(-1e30 - anything) is exactly 0, and a sum begun on masked keys is scaled by 0.
 _MASKED = -1e30
+
+
+# Where the keys of given positions of given rows are stored; (rows, positions) broadcast.
+SlotsOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,9 @@ class _QueryBlocks:
 class _ForwardIndex:
     """Index tensors of the forward pass for one window."""
 
-    def __init__(self, rows_T: np.ndarray, positions_T: np.ndarray, lengths: np.ndarray, slots: Any, window: int | None) -> None:
+    def __init__(
+        self, rows_T: np.ndarray, positions_T: np.ndarray, lengths: np.ndarray, slots: SlotsOf, window: int | None
+    ) -> None:
         blocks = _QueryBlocks(rows_T, positions_T, window)
         self.num_blocks = blocks.rows.size
         self.tokens = torch.from_numpy(blocks.tokens)
@@ -113,7 +120,7 @@ class _BackwardIndex:
 class ExactPlan:
     """Exact attention over packed rows (with gradient) or over the paged cache (without)."""
 
-    def __init__(self, rows_T: np.ndarray, positions_T: np.ndarray, lengths: np.ndarray, slots: Any) -> None:
+    def __init__(self, rows_T: np.ndarray, positions_T: np.ndarray, lengths: np.ndarray, slots: SlotsOf) -> None:
         self.rows_T, self.positions_T, self.lengths, self.slots = rows_T, positions_T, lengths, slots
         self.cache: PagedKVCache | None = None
         self.new_slots: Tensor | None = None
@@ -125,7 +132,8 @@ class ExactPlan:
         """Packed rows of these lengths."""
         starts = np.cumsum(lengths) - lengths
         rows_T = np.repeat(np.arange(lengths.size), lengths)
-        return cls(rows_T, np.arange(rows_T.size) - starts[rows_T], lengths, lambda rows, positions: starts[rows] + positions)
+        positions_T = np.arange(rows_T.size) - starts[rows_T]
+        return cls(rows_T, positions_T, lengths, lambda rows, positions: starts[rows] + positions)
 
     @classmethod
     def paged(cls, paged: Paged) -> ExactPlan:
@@ -200,13 +208,15 @@ def _attend_blocks(
         n = step.count
         key = _fold(keys, step.slots, KEY_BLOCK, heads)
         value = _fold(values, step.slots, KEY_BLOCK, heads)
-        scores = _scores(query[: n * heads], key, form).view(n, *grouped[1:], KEY_BLOCK).masked_fill(step.masked, _MASKED)
+        scores = _scores(query[: n * heads], key, form).view(n, *grouped[1:], KEY_BLOCK)
+        scores = scores.masked_fill(step.masked, _MASKED)
         new_peak = torch.maximum(peak[:n], scores.amax(-1, keepdim=True))
         weights = torch.exp(scores - new_peak)
         shrink = torch.exp(peak[:n] - new_peak)
         # Separate products and sums: a fused multiply-add rounds otherwise in the vector body than in its tail.
         total[:n] = total[:n] * shrink + weights.sum(-1, keepdim=True)
-        out[:n] = out[:n] * shrink + bmm_fixed(weights.view(n * heads, -1, KEY_BLOCK), value).view(n, *grouped[1:], size)
+        part = bmm_fixed(weights.view(n * heads, -1, KEY_BLOCK), value)
+        out[:n] = out[:n] * shrink + part.view(n, *grouped[1:], size)
         peak[:n] = new_peak
     result = _unfold((out / total).view(-1, grouped[2] * QUERY_BLOCK, size), QUERY_BLOCK, heads, num_heads)
     log_sum = _unfold((peak + torch.log(total)).view(-1, grouped[2] * QUERY_BLOCK, 1), QUERY_BLOCK, heads, num_heads)
@@ -215,7 +225,9 @@ def _attend_blocks(
 
 class _ExactAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, plan: ExactPlan, form: AttentionForm) -> Tensor:
+    def forward(
+        ctx: Any, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, plan: ExactPlan, form: AttentionForm
+    ) -> Tensor:
         out, log_sum = _attend_blocks(query_THK, key_TNK, value_TNK, plan.forward_index(form.window), form)
         ctx.save_for_backward(query_THK, key_TNK, value_TNK, out, log_sum)
         ctx.index, ctx.form = plan.backward_index, form

@@ -39,7 +39,9 @@ def plan_buckets(lengths: np.ndarray) -> list[np.ndarray]:
     return buckets
 
 
-def attend_padded(query_RLHK: Tensor, key_RMNK: Tensor, value_RMNK: Tensor, form: AttentionForm, mask: Tensor | None) -> Tensor:
+def attend_padded(
+    query_RLHK: Tensor, key_RMNK: Tensor, value_RMNK: Tensor, form: AttentionForm, mask: Tensor | None
+) -> Tensor:
     """Attention of padded rows, [R, L, H, K]. mask: bool [R or 1, 1, G * L, M], True attends; None is causal with L = M."""
     query, key, value = (x.transpose(1, 2) for x in (query_RLHK, key_RMNK, value_RMNK))
     num_rows, num_heads, length, size = query.shape
@@ -53,8 +55,8 @@ def attend_padded(query_RLHK: Tensor, key_RMNK: Tensor, value_RMNK: Tensor, form
     if form.softcap is None:
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=form.scale)
     else:
-        scores = torch.matmul(folded, key.transpose(2, 3)).float() * form.scale
-        scores = torch.tanh(scores / form.softcap) * form.softcap
+        scores = torch.matmul(folded, key.transpose(2, 3)) * form.scale
+        scores = torch.tanh(scores.to(torch.promote_types(scores.dtype, torch.float32)) / form.softcap) * form.softcap
         assert mask is not None
         weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(value.dtype)
         out = torch.matmul(weights, value)
@@ -155,8 +157,9 @@ class PaddedPlan:
     def attend(self, layer: int, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm) -> Tensor:
         """Attention output [T, H, K]."""
         group = query_THK.shape[1] // key_TNK.shape[1]
-        padded = zip(self.padding.pad(query_THK), self.padding.pad(key_TNK), self.padding.pad(value_TNK), strict=True)
-        return self.padding.unpad([attend_padded(q, k, v, form, self._mask(q.shape[1], form, group)) for q, k, v in padded])
+        padded = zip(*(self.padding.pad(rows) for rows in (query_THK, key_TNK, value_TNK)), strict=True)
+        outs = [attend_padded(q, k, v, form, self._mask(q.shape[1], form, group)) for q, k, v in padded]
+        return self.padding.unpad(outs)
 
     def _mask(self, length: int, form: AttentionForm, group: int) -> Tensor | None:
         window = form.window if form.window is not None and form.window < length else None

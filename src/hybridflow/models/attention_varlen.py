@@ -21,7 +21,8 @@ _MAX_HEAD_DIM = 256
 
 def serves_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the kernel serves this device, dtype and head size."""
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and head_dim <= _MAX_HEAD_DIM and head_dim % 8 == 0
+    fits = head_dim <= _MAX_HEAD_DIM and head_dim % 8 == 0
+    return fits and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 class VarlenPlan:
@@ -34,10 +35,13 @@ class VarlenPlan:
     def attend(self, layer: int, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm) -> Tensor:
         """Attention output [T, H, K]."""
         if form.softcap is not None:
-            raise RuntimeError(f"layer {layer} asks for an attention softcap of {form.softcap}, which flash attention does not apply")
+            raise RuntimeError(
+                f"layer {layer} has an attention softcap, {form.softcap}, which flash attention does not know"
+            )
         window = (-1, 0) if form.window is None or form.window >= self.max_len else (form.window - 1, 0)
-        flags: dict[str, Any] = {"enable_gqa": True} if _TAKES_GQA_FLAG and query_THK.shape[1] != key_TNK.shape[1] else {}
-        return varlen_attn(
+        grouped = query_THK.shape[1] != key_TNK.shape[1]
+        flags: dict[str, Any] = {"enable_gqa": True} if grouped and _TAKES_GQA_FLAG else {}
+        out = varlen_attn(
             query_THK.contiguous(),
             key_TNK.contiguous(),
             value_TNK.contiguous(),
@@ -49,3 +53,5 @@ class VarlenPlan:
             window_size=window,
             **flags,
         )
+        assert isinstance(out, Tensor)
+        return out

@@ -115,12 +115,11 @@ def check_exact(module: PreTrainedModel) -> None:
     settings = module.config.to_dict()
     activation = settings.get("hidden_activation") or settings.get("hidden_act")
     if activation not in _ACTIVATIONS:
-        raise ValueError(f"numerics 'exact' does not know the activation '{activation}': use numerics 'fast', or one of {_ACTIVATIONS}")
+        raise ValueError(f"numerics 'exact' knows {', '.join(_ACTIVATIONS)}, not '{activation}': use numerics 'fast'")
     for name, parameter in module.named_parameters():
         if parameter.device.type != "cpu" or parameter.dtype != torch.float32:
-            raise ValueError(
-                f"numerics 'exact' needs float32 weights on the CPU, but {name} is {parameter.dtype} on {parameter.device}: use numerics 'fast'"
-            )
+            kind = f"{parameter.dtype} on {parameter.device}"
+            raise ValueError(f"numerics 'exact' needs float32 on the CPU, but {name} is {kind}: use numerics 'fast'")
     shapes = {tuple(layer.weight.shape) for layer in module.modules() if isinstance(layer, nn.Linear)}
     for shape in sorted(shapes):
         for contraction, features in {shape, shape[::-1]}:
@@ -137,4 +136,5 @@ def _is_row_invariant(contraction: int, features: int) -> bool:
     rows = torch.randn(5 * ROW_BLOCK, contraction, generator=generator)
     matrix = torch.randn(contraction, min(features, 4096), generator=generator)
     whole = matmul_rows(rows, matrix)
-    return all(torch.equal(matmul_rows(rows[start : start + 40], matrix), whole[start : start + 40]) for start in (0, 7, 100))
+    parts = (slice(start, start + 40) for start in (0, 7, 100))
+    return all(torch.equal(matmul_rows(rows[part], matrix), whole[part]) for part in parts)

@@ -28,13 +28,17 @@ def check_family(config: PretrainedConfig) -> None:
         raise UnsupportedModelError(f"model family '{config.model_type}' is not supported; hybridflow serves {served}")
     settings = config.to_dict()
     if settings.get("quantization_config") is not None:
-        raise UnsupportedModelError("the model is quantized (quantization_config in config.json); use its unquantized weights")
+        raise UnsupportedModelError("the model is quantized (quantization_config); use its unquantized weights")
     if settings.get("use_bidirectional_attention"):
-        raise UnsupportedModelError("the model attends in both directions (use_bidirectional_attention); hybridflow serves causal models")
+        raise UnsupportedModelError(
+            "the model attends in both directions (use_bidirectional_attention); use a causal one"
+        )
     rope = rope_types(settings)
     for kind in _BATCH_DEPENDENT_ROPE:
         if kind in rope:
-            raise UnsupportedModelError(f"rope_type '{kind}' makes a row's numbers depend on other rows; use a static type such as yarn")
+            raise UnsupportedModelError(
+                f"rope_type '{kind}' lets a row's numbers depend on other rows; use a static one (yarn)"
+            )
 
 
 def rope_types(settings: dict[str, object]) -> set[str]:

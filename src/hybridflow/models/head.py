@@ -98,7 +98,9 @@ def compute_logprobs(
 
 def _check_temperature(temperature: float) -> None:
     if not temperature > 0.0:
-        raise ValueError(f"temperature is {temperature}, but logits are divided by it: give a number above 0 (greedy decoding takes 1)")
+        raise ValueError(
+            f"temperature is {temperature}, but logits are divided by it: give a number above 0 (greedy: 1)"
+        )
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,10 @@ def _scale_gradient(grad_TV: Tensor, logits_TV: Tensor, head: Head, temperature:
     return grad_TV if head.logit_scale == 1.0 else grad_TV.mul_(head.logit_scale)
 
 
+def _chunk_logits(hidden_CD: Tensor, weight_VD: Tensor, settings: _Settings) -> Tensor:
+    return _scale_logits(_product(hidden_CD, weight_VD.t(), settings.head), settings.head, settings.temperature)
+
+
 class _HeadFunction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -148,7 +154,7 @@ class _HeadFunction(torch.autograd.Function):
         entropy = torch.empty_like(logprobs) if settings.with_entropy else logprobs.new_empty(0)
         for chunk in settings.iter_chunks(targets_M.shape[0]):
             hidden_CD = hidden_TD[chunk] if rows is None else hidden_TD.index_select(0, rows[chunk])
-            logits_CV = _scale_logits(_product(hidden_CD, weight_VD.t(), settings.head), settings.head, settings.temperature)
+            logits_CV = _chunk_logits(hidden_CD, weight_VD, settings)
             logp_CV = compute_log_softmax(logits_CV)
             logprobs[chunk] = logp_CV.gather(1, targets_M[chunk, None]).squeeze(1)
             if settings.with_entropy:
@@ -164,7 +170,7 @@ class _HeadFunction(torch.autograd.Function):
         grad_logprob, grad_entropy = grads
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden_TD) if needs_hidden else None
-        grad_weight = torch.zeros(weight_VD.shape, dtype=grad_logprob.dtype, device=weight_VD.device) if needs_weight else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=grad_logprob.dtype) if needs_weight else None
         for chunk in settings.iter_chunks(targets_M.shape[0]):
             hidden_CD = hidden_TD[chunk] if rows is None else hidden_TD.index_select(0, rows[chunk])
             entropy_part = grad_entropy[chunk, None] if settings.with_entropy else None
@@ -179,7 +185,9 @@ class _HeadFunction(torch.autograd.Function):
                     grad_hidden.index_copy_(0, rows[chunk], grad_CD)
             if grad_weight is not None:
                 _add_product(grad_weight, grad_CV.t(), hidden_CD)
-        return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight_VD.dtype)
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -197,17 +205,22 @@ def _entropy(logp_CV: Tensor, p_CV: Tensor) -> Tensor:
 
 
 def _logits_gradient(
-    hidden_CD: Tensor, weight_VD: Tensor, targets_C1: Tensor, grad_logprob_C1: Tensor, grad_entropy_C1: Tensor | None, settings: _Settings
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    targets_C1: Tensor,
+    grad_logprob_C1: Tensor,
+    grad_entropy_C1: Tensor | None,
+    settings: _Settings,
 ) -> Tensor:
     """Gradient at the raw logits of a chunk: g (onehot - p) for the log-probability, -g p (log p + H) for the entropy."""
     head, temperature = settings.head, settings.temperature
-    logits_CV = _scale_logits(_product(hidden_CD, weight_VD.t(), head), head, temperature)
+    logits_CV = _chunk_logits(hidden_CD, weight_VD, settings)
     logp_CV = compute_log_softmax(logits_CV)
     p_CV = torch.exp(logp_CV)
-    slope_C1 = -grad_logprob_C1
-    grad_CV = p_CV * slope_C1
+    grad_CV = p_CV * -grad_logprob_C1
     if grad_entropy_C1 is not None:
         entropy_C1 = _entropy(logp_CV, p_CV).unsqueeze(1)
-        grad_CV.sub_(p_CV.mul_(logp_CV.clamp_(min=torch.finfo(logp_CV.dtype).min).add_(entropy_C1)).mul_(grad_entropy_C1))
+        surprise_CV = logp_CV.clamp_(min=torch.finfo(logp_CV.dtype).min).add_(entropy_C1)
+        grad_CV.sub_(surprise_CV.mul_(p_CV).mul_(grad_entropy_C1))
     grad_CV.scatter_add_(1, targets_C1, grad_logprob_C1.to(grad_CV.dtype))
     return _scale_gradient(grad_CV, logits_CV, head, temperature)

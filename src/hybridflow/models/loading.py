@@ -40,7 +40,9 @@ def load_model(
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
     check_family(config)
     if not list(directory.glob("*.safetensors")):
-        raise FileNotFoundError(f"no .safetensors file in {directory}: save the model with save_pretrained, other formats are not read")
+        raise FileNotFoundError(
+            f"no .safetensors file in {directory}: other formats are not read, save_pretrained writes it"
+        )
     module, report = AutoModelForCausalLM.from_pretrained(
         directory,
         config=config,
@@ -58,7 +60,7 @@ def load_model(
 def _checked_directory(path: str | os.PathLike[str]) -> Path:
     directory = Path(path)
     if not (directory / "config.json").is_file():
-        raise FileNotFoundError(f"no config.json in '{directory}': give the directory of a downloaded or saved Hugging Face model")
+        raise FileNotFoundError(f"no config.json in '{directory}': give the directory of a saved Hugging Face model")
     return directory
 
 
@@ -66,7 +68,8 @@ def _check_weights(directory: Path, report: dict[str, Any]) -> None:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(str(name) for name in report[kind])
         if names:
-            raise ValueError(f"weights in {directory} do not fit its config.json: {kind.replace('_', ' ')} {', '.join(names[:5])}")
+            which = f"{kind.replace('_', ' ')} {', '.join(names[:5])}"
+            raise ValueError(f"weights in {directory} do not fit its config.json: {which}")
 
 
 def fresh_model(

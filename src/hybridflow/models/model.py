@@ -106,6 +106,7 @@ class LanguageModel:
                 use_cache=False,
                 attention_pass=attention_pass,
             )
+        attention_pass.closed = exact
         if attention_pass.calls != self.num_layers:
             raise RuntimeError(
                 f"{attention_pass.calls} of {self.num_layers} layers attended through hybridflow's function (the config names "
@@ -133,6 +134,9 @@ class LanguageModel:
         if self.numerics == "exact":
             return ExactPlan.paged(attention)
         fresh = None
-        if attention.cu_query is not None and bool((attention.context_lens == attention.cu_query.diff()).all()):
+        if attention.cu_query is not None and torch.equal(
+            attention.context_lens.long(), attention.cu_query.diff().long()
+        ):
+            # No sequence holds anything older: its new tokens are whole packed rows.
             fresh = self._plan_packed(Packed(attention.cu_query, int(attention.context_lens.max())))
         return PagedPlan(attention, self.device, fresh)

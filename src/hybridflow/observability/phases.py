@@ -11,7 +11,6 @@ from contextvars import ContextVar
 
 from hybridflow.types import Call, Mark, Span
 
-
 _mark: ContextVar[Mark] = ContextVar("hybridflow_mark", default=Mark(0, "setup"))
 
 

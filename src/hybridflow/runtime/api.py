@@ -48,7 +48,10 @@ class Runtime(Protocol):
     """Where workers live. Calls of one worker run first in, first out; a call starts when its inputs are there."""
 
     def place(self, role: str, build: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Worker[W]:
-        """A worker named `role`, made by `build(*args)` where it will live. Returns when it is ready; raises WorkerError if it cannot start."""
+        """A worker named `role`, made by `build(*args)` where it will live.
+
+        Returns when it is ready; raises WorkerError if it cannot start.
+        """
         ...
 
     def submit(self, worker: Worker[W], verb: Callable[Concatenate[W, ...], R], *args: Any) -> Ref[R]:

@@ -45,7 +45,9 @@ def compute_learning_rate(steps_taken: int, lr: float, schedule: ScheduleSetting
     if schedule.kind == "constant":
         return lr
     if schedule.total_steps == 0:
-        raise ValueError(f"schedule.total_steps is 0, and a {schedule.kind} schedule falls over that many steps; set it to those of the run")
+        raise ValueError(
+            f"schedule.total_steps is 0, and a {schedule.kind} schedule falls over that many steps; set it to those of the run"
+        )
     progress = min((steps_taken - schedule.warmup_steps) / (schedule.total_steps - schedule.warmup_steps), 1.0)
     height = 1.0 - progress if schedule.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return lr * (schedule.min_lr_ratio + (1.0 - schedule.min_lr_ratio) * height)
