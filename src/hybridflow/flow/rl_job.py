@@ -80,10 +80,13 @@ def check_rl(config: RLConfig) -> None:
             "samples by sampling.temperature"
         )
     if config.sampling.temperature == 0.0:
-        raise ConfigError("sampling.temperature: 0 draws the same sample for a whole group, and nothing is learned; set it above 0, e.g. 1.0")
+        raise ConfigError(
+            "sampling.temperature: 0 draws the same sample for a whole group, and nothing is learned; set it above 0, e.g. 1.0"
+        )
     if config.sampling.samples_per_prompt == 1 and config.algorithm.advantage_function is None:
         raise ConfigError(
-            "sampling.samples_per_prompt: 1 leaves a group without siblings to compare with, and nothing is learned; set it to 2 or more, e.g. 8"
+            "sampling.samples_per_prompt: 1 leaves a group without siblings to compare with, and nothing is learned; "
+            "set it to 2 or more, e.g. 8"
         )
     if config.algorithm.advantage_function is not None:
         resolve_advantage_function(config.algorithm.advantage_function)
