@@ -11,6 +11,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from hybridflow.models import Packed, compute_logits, fresh_model, load_model, load_tokenizer, save_model
+from hybridflow.models.families import UnsupportedModelError
 
 CONFIG = dict(
     model_type="llama",
@@ -96,9 +97,9 @@ def test_only_safetensors_are_read(tmp_path):
     model = fresh_model(CONFIG, seed=0)
     model.config.save_pretrained(tmp_path)
     torch.save(model.module.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match="no .safetensors file"):
+    with pytest.raises(UnsupportedModelError, match="no .safetensors file"):
         load_model(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"no config.json in 'meta-llama/Llama-3'"):
+    with pytest.raises(UnsupportedModelError, match=r"no config.json in 'meta-llama/Llama-3'"):
         load_model("meta-llama/Llama-3")
 
 
@@ -117,7 +118,7 @@ def test_tokenizer_round_trip(tmp_path):
     save_model(fresh_model(CONFIG, seed=0), tokenizer, tmp_path)
     loaded = load_tokenizer(tmp_path)
     assert loaded.get_vocab() == tokenizer.get_vocab() and loaded.eos_token_id == 2
-    with pytest.raises(FileNotFoundError, match="does not exist"):
+    with pytest.raises(UnsupportedModelError, match="does not exist"):
         load_tokenizer(tmp_path / "nowhere")
 
 

@@ -20,6 +20,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from hybridflow.config import HybridflowError
+
 MANIFEST, STATE = "manifest.json", "state.json"
 _FORBID = ConfigDict(extra="forbid")
 # No part begins with a dot, so that a path never leaves the checkpoint's directory.
@@ -30,7 +32,7 @@ Dtype = Literal[
 _Sizes = tuple[Annotated[int, Field(ge=0)], ...]
 
 
-class CheckpointError(ValueError):
+class CheckpointError(HybridflowError, ValueError):
     """A checkpoint is damaged, or would be if it were written so. The message names the file, tensor or key."""
 
 

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(command: Command, words: Sequence[str]) -> int:
     # Intermixed, so that options may stand between overrides.
     parsed = build_parser(command).parse_intermixed_args(words)
-    from hybridflow.config import ConfigError  # imports slowly, and --help has returned by now
+    from hybridflow.config import ConfigError, HybridflowError  # imports slowly, and --help has returned by now
 
     try:
         run(command, parsed)
@@ -44,6 +44,9 @@ def _run(command: Command, words: Sequence[str]) -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
+    except HybridflowError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hybridflow.columns import is_plain
-from hybridflow.config import ConfigError
+from hybridflow.config import ConfigError, HybridflowError
 from hybridflow.data.files import Numbered, compute_fingerprint, find_files, iter_json, iter_parquet
 from hybridflow.data.messages import BadRow, Use, pack_messages
 from hybridflow.data.settings import DataSettings
@@ -25,7 +25,7 @@ _SHOWN_CHARS = 40
 _log = logging.getLogger(__name__)
 
 
-class DataError(ValueError):
+class DataError(HybridflowError, ValueError):
     """A row cannot be used. The message is one sentence: where it stands, what is wrong with it, and the remedy."""
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
+from hybridflow.config import HybridflowError
+
 FAMILIES = {
     "llama": "Llama",
     "qwen2": "Qwen2",
@@ -17,7 +19,7 @@ FAMILIES = {
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
-class UnsupportedModelError(ValueError):
+class UnsupportedModelError(HybridflowError, ValueError):
     """A model that hybridflow cannot train or sample from; the message says what and why."""
 
 

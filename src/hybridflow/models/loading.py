@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from hybridflow.models.attention import ATTENTION_NAME
-from hybridflow.models.families import check_family
+from hybridflow.models.families import UnsupportedModelError, check_family
 from hybridflow.models.model import LanguageModel
 from hybridflow.types import Numerics
 
@@ -40,7 +40,7 @@ def load_model(
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
     check_family(config)
     if not list(directory.glob("*.safetensors")):
-        raise FileNotFoundError(
+        raise UnsupportedModelError(
             f"no .safetensors file in {directory}: other formats are not read, save_pretrained writes it"
         )
     module, report = AutoModelForCausalLM.from_pretrained(
@@ -60,7 +60,7 @@ def load_model(
 def _checked_directory(path: str | os.PathLike[str]) -> Path:
     directory = Path(path)
     if not (directory / "config.json").is_file():
-        raise FileNotFoundError(f"no config.json in '{directory}': give the directory of a saved Hugging Face model")
+        raise UnsupportedModelError(f"no config.json in '{directory}': give the directory of a saved Hugging Face model")
     return directory
 
 
@@ -69,7 +69,7 @@ def _check_weights(directory: Path, report: dict[str, Any]) -> None:
         names = sorted(str(name) for name in report[kind])
         if names:
             which = f"{kind.replace('_', ' ')} {', '.join(names[:5])}"
-            raise ValueError(f"weights in {directory} do not fit its config.json: {which}")
+            raise UnsupportedModelError(f"weights in {directory} do not fit its config.json: {which}")
 
 
 def fresh_model(
@@ -102,7 +102,7 @@ def _build_config(config: PretrainedConfig | dict[str, Any] | str | os.PathLike[
     if isinstance(config, dict):
         fields = dict(config)
         if "model_type" not in fields:
-            raise ValueError("the model config has no model_type: name a family, for example model_type: llama")
+            raise UnsupportedModelError("the model config has no model_type: name a family, for example model_type: llama")
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
     return AutoConfig.from_pretrained(config, local_files_only=True, trust_remote_code=False)
 
@@ -116,7 +116,7 @@ def _cast_parameters(module: PreTrainedModel, dtype: torch.dtype) -> None:
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face directory; no remote code."""
     if not Path(path).is_dir():
-        raise FileNotFoundError(f"tokenizer directory '{path}' does not exist")
+        raise UnsupportedModelError(f"tokenizer directory '{path}' does not exist")
     return AutoTokenizer.from_pretrained(path, use_fast=True, local_files_only=True, trust_remote_code=False)
 
 

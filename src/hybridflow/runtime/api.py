@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from hybridflow.batch import Batch
-from hybridflow.config import Field, settings
+from hybridflow.config import Field, HybridflowError, settings
 from hybridflow.types import BatchRef, Metrics, MetricsRef, Ref, Span
 
 W = TypeVar("W")
@@ -32,7 +32,7 @@ class RuntimeSettings:
     """Arithmetic threads of a worker on the CPU; 0 takes all cores in one process and one a worker on Ray; exact mode takes 1."""
 
 
-class WorkerError(RuntimeError):
+class WorkerError(HybridflowError, RuntimeError):
     """A verb failed in a worker; the message names role, verb, phase and step, and carries the worker's own traceback once."""
 
 

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hybridflow.algorithms.losses import LossSum, TokenLoss, compute_denominator, compute_token_weights
 from hybridflow.batch import Batch
-from hybridflow.config import Field, settings
+from hybridflow.config import Field, HybridflowError, settings
 from hybridflow.models import LanguageModel
 from hybridflow.train_engine.logprobs import compute_batch_logprobs, compute_packed_logprobs, plan_rows
 from hybridflow.train_engine.loss_totals import LossTotals
@@ -47,7 +47,7 @@ class TrainSettings:
     """Learning rate over optimizer steps."""
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(HybridflowError, RuntimeError):
     """Too many steps in a row had a loss or a gradient that is not finite."""
 
 
