@@ -3,6 +3,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from hybridflow.config import ConfigError
 from hybridflow.rollout.native.sequences import Finish, Sequences
 from hybridflow.rollout.native.stopping import StopRules, collect_eos_ids
 from hybridflow.types import SamplingParams
@@ -88,3 +89,15 @@ def test_eos_ids_come_from_tokenizer_and_generation_config(tokenizer):
     assert collect_eos_ids(tokenizer, GenerationConfig(eos_token_id=[5, 6])) == {1, 5, 6}
     assert collect_eos_ids(tokenizer, GenerationConfig(eos_token_id=7)) == {1, 7}
     assert collect_eos_ids(tokenizer, GenerationConfig()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"stop_strings": ("a", "")}, "empty string"),
+        ({"stop_token_ids": (5, 14)}, "holds 14, and the model has ids 0 to 13"),
+    ],
+)
+def test_stops_that_could_never_be_honoured_are_refused(tokenizer, sampling, message):
+    with pytest.raises(ConfigError, match=message):
+        StopRules(SamplingParams(**sampling), set(), tokenizer, len(PIECES))

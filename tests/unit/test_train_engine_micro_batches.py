@@ -6,13 +6,14 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.train_engine.micro_batches import MicroBatch, compute_row_costs, plan_micro_batches
 
 row_lengths = st.lists(st.one_of(st.integers(1, 12), st.integers(1, 300)), max_size=60)
 budgets = st.integers(1, 400)
+few = settings(deadline=None, max_examples=60)
 hidden_sizes = st.sampled_from([1, 8, 4096])
 
 
@@ -21,12 +22,14 @@ def plan(lengths: list[int], max_tokens: int, hidden_size: int = 64) -> tuple[Mi
     return plan_micro_batches(lengths_S, compute_row_costs(lengths_S, hidden_size), max_tokens)
 
 
+@few
 @given(row_lengths, budgets, hidden_sizes)
 def test_every_row_is_in_exactly_one_micro_batch(lengths: list[int], max_tokens: int, hidden_size: int) -> None:
     rows = [row for micro_batch in plan(lengths, max_tokens, hidden_size) for row in micro_batch.rows]
     assert sorted(rows) == list(range(len(lengths)))
 
 
+@few
 @given(row_lengths, budgets, hidden_sizes)
 def test_the_budget_holds_unless_one_row_alone_exceeds_it(
     lengths: list[int], max_tokens: int, hidden_size: int
@@ -37,6 +40,7 @@ def test_the_budget_holds_unless_one_row_alone_exceeds_it(
         assert micro_batch.num_tokens <= max_tokens or len(micro_batch.rows) == 1
 
 
+@few
 @given(row_lengths, budgets, hidden_sizes)
 def test_no_better_balance_is_one_move_away(lengths: list[int], max_tokens: int, hidden_size: int) -> None:
     micro_batches = plan(lengths, max_tokens, hidden_size)
@@ -48,6 +52,7 @@ def test_no_better_balance_is_one_move_away(lengths: list[int], max_tokens: int,
                 assert light.num_tokens + shortest > max_tokens
 
 
+@few
 @given(row_lengths, budgets, hidden_sizes)
 def test_there_are_not_many_more_micro_batches_than_needed(
     lengths: list[int], max_tokens: int, hidden_size: int
@@ -57,6 +62,7 @@ def test_there_are_not_many_more_micro_batches_than_needed(
     assert len(plan(lengths, max_tokens, hidden_size)) <= 2 * needed + 1
 
 
+@few
 @given(row_lengths, budgets, hidden_sizes)
 def test_the_plan_is_deterministic_and_in_canonical_order(
     lengths: list[int], max_tokens: int, hidden_size: int

@@ -87,6 +87,17 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32() -> None:
     assert live.grad is None
 
 
+def test_a_bfloat16_weight_has_one_optimizer_at_a_time() -> None:
+    live = Parameter(torch.ones(3, dtype=torch.bfloat16))
+    first = AdamW({"w": live}, OptimizerSettings())
+    second = AdamW({"w": live}, OptimizerSettings())
+    with pytest.raises(RuntimeError, match="two optimizers"):
+        live.sum().backward()
+    del first
+    live.sum().backward()
+    assert torch.equal(second.gradients()["w"], torch.ones(3))
+
+
 def test_clipping_scales_to_the_norm_and_leaves_small_gradients_alone() -> None:
     parameters = {
         "a": Parameter(torch.zeros(2, 2, dtype=torch.float64)),

@@ -63,6 +63,7 @@ class Job:
         evaluator: Evaluator | None,
         reward: RewardModel | None,
         data: DataSource,
+        sources: dict[str, str],
         shown: tuple[str, ...],
     ) -> None:
         self.run, self.runtime, self.actor, self.reward = run, runtime, actor, reward
@@ -72,7 +73,7 @@ class Job:
         self._progress = ProgressBar(run.path.name, num_steps, shown, enabled=run.settings.progress)
         self._ended = False
         self._done_steps = self._resume()
-        run.open(config_yaml, resume_step=self._done_steps)
+        run.open(config_yaml, resume_step=self._done_steps, sources=sources)
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do, from 1. Ends early when an evaluation reaches its goal or the data ends."""

@@ -14,7 +14,7 @@ from hybridflow.flow.evaluation import EvaluationSettings, Evaluator
 from hybridflow.flow.job import CheckpointSettings, Job, train_over
 from hybridflow.models import load_tokenizer
 from hybridflow.observability.run import RunDirectory, RunSettings
-from hybridflow.rewards import RewardSettings, check_reward
+from hybridflow.rewards import RewardSettings, check_reward, source_hash
 from hybridflow.roles.actor import Actor, ActorSpec
 from hybridflow.roles.generator import Generator, RolloutSettings
 from hybridflow.roles.policy import ModelSettings, ModelSpec, check_model, model_directory
@@ -129,6 +129,7 @@ class RLJob(Job):
             evaluator=build_evaluator(config.evaluation, tokenizer, actor, reward, runtime),
             reward=reward,
             data=self.prompts,
+            sources=_hash_sources(reward=reward_function or config.reward.function, advantages=advantage_function),
             shown=SHOWN,
         )
 
@@ -158,6 +159,11 @@ class RLJob(Job):
         if "trainer_logprobs" in columns:
             scorers["trainer"] = actor.log_prob
         return scorers
+
+
+def _hash_sources(**functions: Any) -> dict[str, str]:
+    """Which code of the user's took part: the hash of each function's source, for those that are given."""
+    return {name: source_hash(function) for name, function in functions.items() if function is not None}
 
 
 def build_evaluator(

@@ -86,6 +86,7 @@ class SFTJob(Job):
             evaluator=build_evaluator(config.evaluation, tokenizer, actor, reward, runtime),
             reward=reward,
             data=self.rows,
+            sources={},
             shown=SHOWN,
         )
 

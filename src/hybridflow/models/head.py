@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hybridflow.models.exact import matmul_rows
 
-# Logits of a chunk: 64 MiB of float32, at least 64 rows.
-_CHUNK_LOGITS = 16 * 2**20
+# Logits of a chunk, in float32: 64 MiB on the CPU; 512 MiB on a GPU, where each chunk also passes over the whole weight gradient.
+_CHUNK_LOGITS = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
 _MIN_CHUNK_TOKENS = 64
 
 
@@ -80,7 +80,7 @@ def compute_logprobs(
 
     hidden_TD:    [M, D] hidden states, already shifted (row i predicts targets_M[i]); with `rows` [T, D].
     targets_M:    [M] int64.
-    chunk_tokens: targets whose logits exist at once; None takes 64 MiB of logits.
+    chunk_tokens: targets whose logits exist at once; None takes 64 MiB of logits, on a GPU 512 MiB.
     rows:         [M] int64, no index twice: hidden state rows[i] predicts target i. Cheaper than `hidden_TD[rows]`, whose backward is a
                   slow scatter on the CPU.
     returns:      (logprobs [M] float32, entropy [M] float32 or None), in nats, at the given temperature; float64 for a float64 head.
@@ -90,7 +90,8 @@ def compute_logprobs(
     """
     _check_temperature(temperature)
     if chunk_tokens is None:
-        chunk_tokens = max(_MIN_CHUNK_TOKENS, _CHUNK_LOGITS // head.weight.shape[0])
+        fitting = _CHUNK_LOGITS[head.weight.device.type] // head.weight.shape[0]
+        chunk_tokens = max(_MIN_CHUNK_TOKENS, fitting // _MIN_CHUNK_TOKENS * _MIN_CHUNK_TOKENS)
     settings = _Settings(head, temperature, chunk_tokens, with_entropy)
     logprobs, entropy = _HeadFunction.apply(hidden_TD, head.weight, targets_M, rows, settings)
     return logprobs, entropy if with_entropy else None

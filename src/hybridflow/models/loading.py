@@ -60,7 +60,9 @@ def load_model(
 def _checked_directory(path: str | os.PathLike[str]) -> Path:
     directory = Path(path)
     if not (directory / "config.json").is_file():
-        raise UnsupportedModelError(f"no config.json in '{directory}': give the directory of a saved Hugging Face model")
+        raise UnsupportedModelError(
+            f"no config.json in '{directory}': give the directory of a saved Hugging Face model"
+        )
     return directory
 
 
@@ -102,7 +104,9 @@ def _build_config(config: PretrainedConfig | dict[str, Any] | str | os.PathLike[
     if isinstance(config, dict):
         fields = dict(config)
         if "model_type" not in fields:
-            raise UnsupportedModelError("the model config has no model_type: name a family, for example model_type: llama")
+            raise UnsupportedModelError(
+                "the model config has no model_type: name a family, for example model_type: llama"
+            )
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
     return AutoConfig.from_pretrained(config, local_files_only=True, trust_remote_code=False)
 

@@ -62,11 +62,14 @@ class RunDirectory:
         self.model = self.path / "model"
         self._writer: Any = None
 
-    def open(self, config_yaml: str, *, resume_step: int) -> None:
-        """Creates the directory, or goes on in one: lines of steps after `resume_step` are cut off, they come again."""
+    def open(self, config_yaml: str, *, resume_step: int, sources: Mapping[str, str]) -> None:
+        """Creates the directory, or goes on in one: lines of steps after `resume_step` are cut off, they come again.
+
+        sources: what identifies the user's own code, `{"reward": "sha256 of its source"}`.
+        """
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
         (self.path / "config.yaml").write_text(config_yaml)
-        (self.path / "environment.json").write_text(json.dumps(describe_environment(), indent=1) + "\n")
+        (self.path / "environment.json").write_text(json.dumps({**describe_environment(), "sources": dict(sources)}, indent=1) + "\n")
         for name in ("metrics.jsonl", "phases.jsonl"):
             _cut_after(self.path / name, resume_step)
         if self.settings.tensorboard:

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from hybridflow.batch import Batch
+from hybridflow.config import ConfigError
 from hybridflow.types import RowState, SamplingParams
 
 ROLLOUT_COLUMNS = (
@@ -55,7 +56,9 @@ def check_prompts(prompts: Batch) -> None:
     """Raises ValueError for a batch that no engine could take: a column in the way, a group twice."""
     taken = [name for name in ROLLOUT_COLUMNS if name in prompts.column_names]
     if taken:
-        raise ValueError(f"the prompts have columns {taken}, which the rollout writes; rename or drop them in the data")
+        raise ConfigError(
+            f"the prompts have columns {taken}, which the rollout writes; rename or drop them in the data"
+        )
     groups, counts = np.unique(prompts.numpy("group_id"), return_counts=True)
     if np.any(counts > 1):
         raise ValueError(

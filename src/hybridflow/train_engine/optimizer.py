@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 
 import torch
@@ -46,7 +47,8 @@ class AdamW:
     summed over micro-batches in bfloat16. (A tied weight's two uses inside one micro-batch are summed by autograd, in the
     live type.) `step` writes the rounded masters into the live weights in place.
 
-    Surprise: a weight that no gradient reached takes no step, weight decay included.
+    Surprises: a weight that no gradient reached takes no step, weight decay included. A bfloat16 weight has one optimizer at a
+    time; the hooks go when the optimizer does.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], settings: OptimizerSettings) -> None:
@@ -61,7 +63,8 @@ class AdamW:
             (live, self._masters[name]) for name, live in self._live.items() if live.dtype == torch.bfloat16
         ]
         for live, master in self._rounded:
-            live.register_post_accumulate_grad_hook(_GradientAccumulator(master))
+            hook = live.register_post_accumulate_grad_hook(_GradientAccumulator(master))
+            weakref.finalize(self, hook.remove)
         matrices = [master for master in self._masters.values() if master.dim() >= 2]
         vectors = [master for master in self._masters.values() if master.dim() < 2]
         groups = [
@@ -134,7 +137,10 @@ class _GradientAccumulator:
         self._master = master
 
     def __call__(self, live: Tensor) -> None:
-        assert live.grad is not None
+        if live.grad is None:
+            raise RuntimeError(
+                "two optimizers hold the same bfloat16 weight; let go of the first before the second is built"
+            )
         if self._master.grad is None:
             self._master.grad = live.grad.to(self._master.dtype)
         else:

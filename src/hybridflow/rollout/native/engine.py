@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.batch import Batch
-from hybridflow.config import Field, settings
+from hybridflow.config import ConfigError, Field, settings
 from hybridflow.models import BLOCK_SIZE, LanguageModel, Paged, PagedKVCache, compute_logits
 from hybridflow.rollout.base import build_rollout_batch, check_prompts
 from hybridflow.rollout.native.draws import compute_keys, compute_uniforms
@@ -38,7 +38,7 @@ class NativeSettings:
     """Most tokens whose keys and values are kept, rounded down to blocks of 32; null sizes the cache by memory. No call
     takes more than it can use."""
     kv_memory_fraction: float = Field(default=0.5, gt=0.0, le=1.0)
-    """Share of the GPU's free memory that the cache may take where `kv_cache_tokens` is null; a CPU's takes up to 2 GiB."""
+    """Share of the GPU's free memory for the cache where `kv_cache_tokens` is null; on a CPU it takes up to 2 GiB."""
     max_sequences: int = Field(default=512, ge=1)
     """Most rows that are decoded at a time."""
     prefill_tokens_per_step: int = Field(default=8192, ge=1)
@@ -217,7 +217,7 @@ class NativeEngine:
             self._max_blocks = self._compute_max_blocks()
         wanted = min(most, self._max_blocks)
         if wanted < least:
-            raise ValueError(
+            raise ConfigError(
                 f"the KV cache holds {wanted * BLOCK_SIZE} tokens and the longest row may need {least * BLOCK_SIZE}; "
                 "raise kv_cache_tokens or kv_memory_fraction, or lower max_new_tokens"
             )
@@ -269,10 +269,13 @@ def _find_error(tokens: np.ndarray, context: int, vocab_size: int) -> str | None
 
 @contextlib.contextmanager
 def _evaluating(model: LanguageModel) -> Iterator[None]:
-    """The module in eval mode, and back afterwards."""
-    training = model.module.training
+    """The module in eval mode and cuDNN's attention off, and back afterwards."""
+    training, cudnn = model.module.training, torch.backends.cuda.cudnn_sdp_enabled()
     model.module.eval()
+    # cuDNN plans every new shape for some 60 ms on an H200, and decoding has a new one each step.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         model.module.train(training)

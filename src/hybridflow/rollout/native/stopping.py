@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from hybridflow.config import ConfigError
 from hybridflow.rollout.native.sequences import Finish, Sequences
 from hybridflow.types import SamplingParams
 
@@ -77,7 +78,7 @@ class StopRules:
         return ended
 
     def _may_complete(self, tokens: np.ndarray) -> np.ndarray:
-        """Whether a stop string can end within each token: it holds the last character of one, or part of a character."""
+        """Whether a stop string can end in each token: it holds the last character of one, or part of a character."""
         for token in np.unique(tokens[self._completes[tokens] == _UNKNOWN]):
             text = self._tokenizer.decode([int(token)], skip_special_tokens=True)
             may = "\ufffd" in text or any(character in text for character in self._last_characters)
@@ -87,7 +88,9 @@ class StopRules:
 
 def _check_stops(sampling: SamplingParams, vocab_size: int) -> None:
     if "" in sampling.stop_strings:
-        raise ValueError("stop_strings holds an empty string, which every text contains; take it out")
+        raise ConfigError("stop_strings holds an empty string, which every text contains; take it out")
     outside = [index for index in sampling.stop_token_ids if not 0 <= index < vocab_size]
     if outside:
-        raise ValueError(f"stop_token_ids holds {outside[0]}, and the model has ids 0 to {vocab_size - 1}; take it out")
+        raise ConfigError(
+            f"stop_token_ids holds {outside[0]}, and the model has ids 0 to {vocab_size - 1}; take it out"
+        )
