@@ -41,7 +41,7 @@ class QuickstartConfig:
     """`auto` takes the GPU where there is one."""
     sft_steps: int = Field(default=2000, ge=1)
     """Most steps of supervised training; it ends when some sums come out right."""
-    rl_steps: int = Field(default=1200, ge=1)
+    rl_steps: int = Field(default=800, ge=1)
     """Most steps of reinforcement learning; it ends when nearly all do."""
     stop_at: float = Field(default=0.95, gt=0, le=1)
     """Accuracy on the validation sums at which reinforcement learning ends."""
