@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -47,15 +48,20 @@ class Counter:
     def apply(self, function: Any, value: int) -> int:
         return int(function(value))
 
+    def close(self) -> None:
+        self.seen.clear()
+
     def fail(self) -> None:
         raise ValueError("row 7 has no tokens")
 
 
 @pytest.fixture(scope="module")
-def ray_runtime() -> Iterator[Runtime]:
-    pytest.importorskip("ray", reason="ray is an extra; pip install 'hybridflow[ray]'")
+def ray_runtime(ray_cluster: None) -> Iterator[Runtime]:
+    import ray
+
     from hybridflow.runtime.ray_runtime import RayRuntime
 
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     runtime = RayRuntime(RuntimeSettings(kind="ray", call_timeout_s=60.0))
     yield runtime
     runtime.shutdown()
@@ -162,5 +168,6 @@ def test_a_result_outlives_its_worker(ray_runtime: Runtime) -> None:
 
 
 def test_a_worker_that_cannot_start_is_named(ray_runtime: Runtime) -> None:
-    with pytest.raises(WorkerError, match="counter.start"):
-        ray_runtime.place("counter", Counter, "x", 1, 2)  # type: ignore[call-arg]
+    worker = ray_runtime.place("counter", Counter, "x", 1, 2)  # type: ignore[call-arg]
+    with pytest.raises(WorkerError, match=r"counter.start .*lost its worker(?s:.)*TypeError"):
+        ray_runtime.get(ray_runtime.submit(worker, Counter.order))

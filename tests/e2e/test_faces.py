@@ -60,7 +60,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = write_sums(place / "sums", seed=0)
     (place / "train.jsonl").write_text(Path(files["train"]).read_text())
     (place / "test.jsonl").write_text("".join(Path(files["test"]).read_text().splitlines(keepends=True)[:10]))
-    (place / "my_reward.py").write_text("def reward(response: str, answer: str) -> float:\n    return float(len(response) == len(answer))\n")
+    (place / "my_reward.py").write_text(
+        "def reward(response: str, answer: str) -> float:\n    return float(len(response) == len(answer))\n"
+    )
     done = hybridflow(
         "sft", f"model.config={MODEL}", "model.tokenizer=sums/tokenizer", "data.files=[train.jsonl]",
         "data.response_column=answer", "steps=2", "run.name=first", "run.tensorboard=false", "train.optimizer.lr=0.001", cwd=place,
@@ -136,10 +138,11 @@ def test_a_wrong_setting_is_one_sentence_before_anything_starts(place: Path, arg
     assert not (place / "runs" / "default" / "wrong").exists()
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["local", "ray"])
-def test_live_functions_from_python(place: Path, tmp_path: Path, kind: str) -> None:
+def test_live_functions_from_python(place: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest) -> None:
     if kind == "ray":
-        pytest.importorskip("ray", reason="ray is an extra; pip install 'hybridflow[ray]'")
+        request.getfixturevalue("ray_cluster")
     bonus = 0.25
 
     def reward(response: str) -> float:

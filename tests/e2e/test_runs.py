@@ -130,8 +130,10 @@ def test_rl_stopped_and_resumed_equals_undisturbed(task: dict[str, str], start: 
     assert rollouts[0] == rollouts[1]
 
 
-def test_ray_writes_the_numbers_of_one_process(task: dict[str, str], start: str, tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="ray is an extra; pip install 'hybridflow[ray]'")
+@pytest.mark.timeout(300)
+def test_ray_writes_the_numbers_of_one_process(
+    task: dict[str, str], start: str, tmp_path: Path, ray_cluster: None
+) -> None:
     local = run_rl(rl_config(task, tmp_path / "local", start, "steps=4"))["run"]
     for chunks in (1, 3):
         overrides = ("steps=4", "runtime.kind=ray", f"rollout.chunks={chunks}")

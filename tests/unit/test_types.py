@@ -8,7 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow.types import Call, Mark, MetricsRef, Ref, SamplingParams, last, maximum, mean, merge_metrics, minimum, total
+from hybridflow.types import (
+    Call,
+    Mark,
+    MetricsRef,
+    Ref,
+    SamplingParams,
+    last,
+    maximum,
+    mean,
+    merge_metrics,
+    minimum,
+    total,
+)
 
 
 def test_each_metric_reduces_as_it_says() -> None:

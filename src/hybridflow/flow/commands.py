@@ -148,7 +148,6 @@ def run_eval(config: EvalConfig, *, reward_function: Callable[..., Any] | None =
         evaluator = build_evaluator(config.evaluation, tokenizer, generator, reward, runtime)
         assert evaluator is not None, "evaluation.data is given"
         samples, metrics = evaluator.run(step=0)
-        reward.close()
     finally:
         runtime.shutdown()
     if config.output is not None:

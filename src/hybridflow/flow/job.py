@@ -13,12 +13,11 @@ from hybridflow.config import ConfigError, Field, settings
 from hybridflow.flow.evaluation import Evaluator
 from hybridflow.observability.phases import phase, phase_times, set_step
 from hybridflow.observability.progress import ProgressBar
-from hybridflow.observability.run import RunDirectory, refuse_other_run
+from hybridflow.observability.run import RunDirectory, RunSettings
 from hybridflow.roles.actor import Actor
-from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import Runtime
 from hybridflow.train_engine import TrainSettings
-from hybridflow.types import Metrics, MetricsRef, last
+from hybridflow.types import Metrics, MetricsRef, Span, last, maximum
 
 
 @settings
@@ -55,24 +54,24 @@ class Job:
         self,
         *,
         run: RunDirectory,
+        resume_from: Checkpoint | None,
         config_yaml: str,
         num_steps: int,
         checkpoint: CheckpointSettings,
         runtime: Runtime,
         actor: Actor,
         evaluator: Evaluator | None,
-        reward: RewardModel | None,
         data: DataSource,
         sources: dict[str, str],
         shown: tuple[str, ...],
     ) -> None:
-        self.run, self.runtime, self.actor, self.reward = run, runtime, actor, reward
+        self.run, self.runtime, self.actor = run, runtime, actor
         self.num_steps = num_steps
         self.last_metrics: Metrics = {}
         self._checkpoint, self._evaluator, self._data = checkpoint, evaluator, data
         self._progress = ProgressBar(run.path.name, num_steps, shown, enabled=run.settings.progress)
         self._ended = False
-        self._done_steps = self._resume()
+        self._done_steps = self._resume(resume_from)
         run.open(config_yaml, resume_step=self._done_steps, sources=sources)
 
     def steps(self) -> Iterator[int]:
@@ -96,7 +95,7 @@ class Job:
         spans = self.runtime.spans()
         values |= {f"time/{name}_s": last(seconds) for name, seconds in phase_times(spans).items()}
         values |= self._time_step(spans)
-        self.run.log_phases(step, spans)
+        self.run.log_phases(spans)
         self.run.log_metrics(step, values)
         self._done_steps, self.last_metrics = step, self.last_metrics | values
         if is_last or self._ended or _due(step, self._checkpoint.every_steps):
@@ -116,8 +115,6 @@ class Job:
 
     def close(self) -> None:
         """Ends what the run holds open; the workers end with the runtime."""
-        if self.reward is not None:
-            self.reward.close()
         self.run.close()
 
     def _evaluate(self, step: int, is_last: bool) -> Metrics:
@@ -127,15 +124,13 @@ class Job:
         self._ended = self._evaluator.reached(metrics)
         return metrics
 
-    def _time_step(self, spans: list[Any]) -> Metrics:
+    def _time_step(self, spans: list[Span]) -> Metrics:
         now_s = time.perf_counter()
         seconds, self._step_started_s = now_s - self._step_started_s, now_s
         peak = max((span.peak_rss_bytes for span in spans), default=0.0)
-        return {"time/step_s": last(seconds), "memory/peak_rss_bytes": last(peak)}
+        return {"time/step_s": last(seconds), "memory/peak_rss_bytes": maximum(peak)}
 
-    def _resume(self) -> int:
-        refuse_other_run(self.run, self._checkpoint.resume_mode)
-        checkpoint = self._find_checkpoint()
+    def _resume(self, checkpoint: Checkpoint | None) -> int:
         if checkpoint is None:
             return 0
         self.runtime.get(self.actor.load(checkpoint.path))
@@ -143,16 +138,26 @@ class Job:
         self._ended = checkpoint.state["ended"]
         return checkpoint.step
 
-    def _find_checkpoint(self) -> Checkpoint | None:
-        mode, path = self._checkpoint.resume_mode, self._checkpoint.resume_path
-        if (mode == "path") != (path is not None):
-            raise ConfigError(
-                f"checkpoint.resume_path: is {path!r} while checkpoint.resume_mode is '{mode}'; "
-                "set both, resume_mode=path and resume_path=<checkpoint directory>, or neither"
-            )
-        if path is not None:
-            return open_checkpoint(Path(path))
-        return newest_checkpoint(self.run.checkpoints) if mode == "auto" else None
+
+def find_run(settings: RunSettings, kind: str, checkpoint: CheckpointSettings) -> tuple[RunDirectory, Checkpoint | None]:
+    """The run's directory, not yet made, and the checkpoint to go on from; asked before any worker starts.
+
+    A run that is there is gone on with or left alone, never written over.
+    """
+    run, mode, path = RunDirectory(settings, kind), checkpoint.resume_mode, checkpoint.resume_path
+    if (mode == "path") != (path is not None):
+        raise ConfigError(
+            f"checkpoint.resume_path: is {path!r} while checkpoint.resume_mode is '{mode}'; "
+            "set both, resume_mode=path and resume_path=<checkpoint directory>, or neither"
+        )
+    if mode != "auto" and run.checkpoints.is_dir() and any(run.checkpoints.glob("step_*")):
+        raise ConfigError(
+            f"run.name: '{run.path}' holds checkpoints and resume_mode is '{mode}'; give run.name another value, "
+            "or set resume_mode=auto to go on with it"
+        )
+    if path is not None:
+        return run, open_checkpoint(Path(path))
+    return run, newest_checkpoint(run.checkpoints) if mode == "auto" else None
 
 
 def train_over(train: TrainSettings, total_steps: int) -> TrainSettings:

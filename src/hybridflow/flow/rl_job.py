@@ -11,9 +11,9 @@ from hybridflow.batch import Batch
 from hybridflow.config import ConfigError, Field, settings, to_yaml
 from hybridflow.data import DataSettings, PromptPool, chat_stop_ids, read_prompts
 from hybridflow.flow.evaluation import EvaluationSettings, Evaluator
-from hybridflow.flow.job import CheckpointSettings, Job, train_over
+from hybridflow.flow.job import CheckpointSettings, Job, find_run, train_over
 from hybridflow.models import load_tokenizer
-from hybridflow.observability.run import RunDirectory, RunSettings
+from hybridflow.observability.run import RunSettings
 from hybridflow.rewards import RewardSettings, check_reward, source_hash
 from hybridflow.roles.actor import Actor, ActorSpec
 from hybridflow.roles.generator import Generator, RolloutSettings
@@ -109,6 +109,7 @@ class RLJob(Job):
         advantage_function: Callable[..., Any] | None = None,
     ) -> None:
         self.config = config
+        run, resume_from = find_run(config.run, "rl", config.checkpoint)
         tokenizer = load_tokenizer(config.model.tokenizer or model_directory(config.model.path or ""))
         self.prompts = PromptPool(config.data, tokenizer, seed=config.seed)
         check_reward(config.reward, reward_function, self.prompts.column_names)
@@ -120,14 +121,14 @@ class RLJob(Job):
         self.algorithm = GRPO(config.algorithm, temperature=sampling.temperature, advantage_function=advantage_function)
         self.scorers = self._build_scorers(actor, reward, runtime, model)
         super().__init__(
-            run=RunDirectory(config.run, "rl"),
+            run=run,
+            resume_from=resume_from,
             config_yaml=to_yaml(config),
             num_steps=config.steps,
             checkpoint=config.checkpoint,
             runtime=runtime,
             actor=actor,
             evaluator=build_evaluator(config.evaluation, tokenizer, actor, reward, runtime),
-            reward=reward,
             data=self.prompts,
             sources=_hash_sources(reward=reward_function or config.reward.function, advantages=advantage_function),
             shown=SHOWN,

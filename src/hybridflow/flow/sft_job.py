@@ -10,10 +10,10 @@ from hybridflow.batch import Batch
 from hybridflow.config import Field, settings, to_yaml
 from hybridflow.data import DataSettings, SFTLoader
 from hybridflow.flow.evaluation import EvaluationSettings
-from hybridflow.flow.job import CheckpointSettings, Job, train_over
+from hybridflow.flow.job import CheckpointSettings, Job, find_run, train_over
 from hybridflow.flow.rl_job import build_evaluator
 from hybridflow.models import load_tokenizer
-from hybridflow.observability.run import RunDirectory, RunSettings
+from hybridflow.observability.run import RunSettings
 from hybridflow.rewards import RewardSettings, check_reward
 from hybridflow.roles.actor import Actor, ActorSpec
 from hybridflow.roles.generator import RolloutSettings
@@ -71,20 +71,21 @@ class SFTJob(Job):
 
     def __init__(self, config: SFTConfig, runtime: Runtime, *, reward_function: Callable[..., Any] | None = None) -> None:
         self.config = config
+        run, resume_from = find_run(config.run, "sft", config.checkpoint)
         tokenizer = load_tokenizer(config.model.tokenizer or model_directory(config.model.path or ""))
         self.rows = SFTLoader(config.data, tokenizer, seed=config.seed)
         model = ModelSpec(config.model, config.numerics, config.seed, worker_threads(config.runtime, config.numerics))
         actor = Actor(runtime, ActorSpec(model, train_over(config.train, config.steps), config.rollout), SamplingParams())
         reward = RewardModel(runtime, config.reward, reward_function) if config.reward else None
         super().__init__(
-            run=RunDirectory(config.run, "sft"),
+            run=run,
+            resume_from=resume_from,
             config_yaml=to_yaml(config),
             num_steps=config.steps,
             checkpoint=config.checkpoint,
             runtime=runtime,
             actor=actor,
             evaluator=build_evaluator(config.evaluation, tokenizer, actor, reward, runtime),
-            reward=reward,
             data=self.rows,
             sources={},
             shown=SHOWN,

@@ -21,12 +21,13 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from hybridflow.batch import Batch
-from hybridflow.config import ConfigError, Field, settings
+from hybridflow.config import Field, settings
 from hybridflow.observability.phases import phase_times
 from hybridflow.types import Metric, Span
 
@@ -85,15 +86,13 @@ class RunDirectory:
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
 
-    def log_phases(self, step: int, spans: list[Span]) -> None:
-        """Appends one line for each phase of the step: its seconds, and the spans of its workers."""
-        for name, seconds in phase_times(spans).items():
-            inside = [
-                {"role": s.role, "verb": s.verb, "start_s": s.start_s, "duration_s": s.duration_s, "peak_rss_bytes": s.peak_rss_bytes}
-                for s in spans
-                if s.phase == name
-            ]
-            self._append("phases.jsonl", {"step": step, "phase": name, "seconds": seconds, "spans": inside})
+    def log_phases(self, spans: list[Span]) -> None:
+        """Appends one line for each phase of each step among the spans: its seconds, and what its workers did."""
+        for step, name in dict.fromkeys((span.step, span.phase) for span in spans):
+            inside = [span for span in spans if (span.step, span.phase) == (step, name)]
+            seconds = phase_times(inside)[name]
+            told = [{key: value for key, value in asdict(span).items() if key not in ("step", "phase")} for span in inside]
+            self._append("phases.jsonl", {"step": step, "phase": name, "seconds": seconds, "spans": told})
 
     def save_rollouts(self, step: int, batch: Batch) -> None:
         """Writes the step's samples as Parquet when the settings ask for this step."""
@@ -113,15 +112,6 @@ class RunDirectory:
     def _append(self, name: str, record: dict[str, Any]) -> None:
         with open(self.path / name, "a") as file:
             file.write(json.dumps(record) + "\n")
-
-
-def refuse_other_run(run: RunDirectory, resume_mode: str) -> None:
-    """A run that is there is gone on with or left alone, never written over."""
-    if resume_mode == "never" and run.checkpoints.is_dir() and any(run.checkpoints.glob("step_*")):
-        raise ConfigError(
-            f"run.name: '{run.path}' holds checkpoints and resume_mode is 'never'; give run.name another value, "
-            "or set resume_mode=auto to go on with it"
-        )
 
 
 def _cut_after(path: Path, step: int) -> None:

@@ -33,6 +33,9 @@ class GeneratorWorker:
         """Samples of each prompt, group by group; the step keys the draws."""
         return self.rollout_engine.generate(prompts, sampling, step=step)
 
+    def close(self) -> None:
+        """Nothing runs outside this process."""
+
 
 class Generator:
     """Verbs of a generating role on the page. Each returns at once."""

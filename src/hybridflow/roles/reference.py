@@ -24,6 +24,9 @@ class ReferenceWorker:
         )
         return Batch.from_columns(ref_logprobs=logprobs)
 
+    def close(self) -> None:
+        """Nothing runs outside this process."""
+
 
 class Reference:
     """Verbs of the reference policy on the page."""

@@ -39,7 +39,3 @@ class RewardModel:
         """Rewards of the rows, chunk by chunk."""
         chunks = (self._runtime.submit(self._worker, RewardWorker.score, chunk) for chunk in batch.chunks)
         return BatchRef(tuple(chunks), batch.chunk_rows)
-
-    def close(self) -> None:
-        """Ends the reward's processes."""
-        self._runtime.get(self._runtime.submit(self._worker, RewardWorker.close))

@@ -10,8 +10,15 @@ from hybridflow.batch import Batch
 from hybridflow.config import Field, HybridflowError, settings
 from hybridflow.types import BatchRef, Metrics, MetricsRef, Ref, Span
 
-W = TypeVar("W")
-W_co = TypeVar("W_co", covariant=True)
+
+class Closeable(Protocol):
+    """What every worker class has: `close()` ends what it started outside its process."""
+
+    def close(self) -> None: ...
+
+
+W = TypeVar("W", bound=Closeable)
+W_co = TypeVar("W_co", bound=Closeable, covariant=True)
 R = TypeVar("R")
 P = ParamSpec("P")
 
@@ -50,7 +57,8 @@ class Runtime(Protocol):
     def place(self, role: str, build: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Worker[W]:
         """A worker named `role`, made by `build(*args)` where it will live.
 
-        Returns when it is ready; raises WorkerError if it cannot start.
+        May return before it is ready, so that workers start side by side; the next `get` waits for all of them, no longer than
+        `start_timeout_s`, and raises WorkerError for one that cannot start.
         """
         ...
 
@@ -76,5 +84,5 @@ class Runtime(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Ends all workers; bounded, may be called twice."""
+        """Ends all workers, and with them what they started; bounded, may be called twice."""
         ...

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hybridflow.observability.phases import SpanTimer, current_mark
-from hybridflow.runtime.api import Worker
+from hybridflow.runtime.api import Closeable, Worker
 from hybridflow.runtime.dispatch import flatten_refs, restore_refs
 from hybridflow.types import Call, Ref, Span
 
-W = TypeVar("W")
+W = TypeVar("W", bound=Closeable)
 R = TypeVar("R")
 P = ParamSpec("P")
 
@@ -20,10 +20,13 @@ class InProcessRuntime:
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
+        self._workers: list[Worker[Any]] = []
 
     def place(self, role: str, build: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Worker[W]:
         """See `Runtime.place`."""
-        return Worker(role, build(*args, **kwargs))
+        worker: Worker[W] = Worker(role, build(*args, **kwargs))
+        self._workers.append(worker)
+        return worker
 
     def submit(self, worker: Worker[W], verb: Callable[Concatenate[W, ...], R], *args: Any) -> Ref[R]:
         """See `Runtime.submit`; the call has ended when this returns."""
@@ -44,4 +47,7 @@ class InProcessRuntime:
         return spans
 
     def shutdown(self) -> None:
-        """Nothing runs here between calls."""
+        """See `Runtime.shutdown`."""
+        for worker in self._workers:
+            worker.handle.close()
+        self._workers = []

@@ -17,11 +17,11 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from hybridflow.observability.phases import SpanTimer, current_mark
-from hybridflow.runtime.api import RuntimeSettings, Worker, WorkerError
+from hybridflow.runtime.api import Closeable, RuntimeSettings, Worker, WorkerError
 from hybridflow.runtime.dispatch import flatten_refs, restore_refs
 from hybridflow.types import Call, Ref, Span
 
-W = TypeVar("W")
+W = TypeVar("W", bound=Closeable)
 R = TypeVar("R")
 P = ParamSpec("P")
 
@@ -49,6 +49,7 @@ class RayRuntime:
         self._settings = settings
         self._spans: list[Ref[Span]] = []
         self._workers: list[Worker[Any]] = []
+        self._starting: list[Ref[bool]] = []
         self._owns_cluster = not ray.is_initialized()
         if self._owns_cluster:
             ray.init(address=settings.address, include_dashboard=False, log_to_driver=True, logging_level=logging.WARNING)
@@ -62,8 +63,7 @@ class RayRuntime:
         )
         worker: Worker[W] = Worker(role, host.remote(build, args, kwargs))
         self._workers.append(worker)
-        call = Call(role, "start", current_mark())
-        self._wait([Ref(worker.handle.ready.remote(), call)], self._settings.start_timeout_s)
+        self._starting.append(Ref(worker.handle.ready.remote(), Call(role, "start", current_mark())))
         return worker
 
     def submit(self, worker: Worker[W], verb: Callable[Concatenate[W, ...], R], *args: Any) -> Ref[R]:
@@ -77,6 +77,8 @@ class RayRuntime:
 
     def get(self, value: Any) -> Any:
         """See `Runtime.get`."""
+        starting, self._starting = self._starting, []
+        self._wait(starting, self._settings.start_timeout_s)
         skeleton, refs = flatten_refs(value)
         return restore_refs(skeleton, self._wait(refs, self._settings.call_timeout_s))
 
@@ -101,7 +103,8 @@ class RayRuntime:
         except GetTimeoutError:
             waiting = "; ".join(str(ref.call) for ref in self._unfinished(refs))
             raise WorkerError(
-                f"the controller waited {timeout_s:g} s for {waiting}; raise runtime.call_timeout_s or look at that worker"
+                f"the controller waited {timeout_s:g} s for {waiting}; look at that worker, or raise "
+                "runtime.call_timeout_s (runtime.start_timeout_s for a start)"
             ) from None
         except RayTaskError as error:
             raise WorkerError(f"{self._failed(refs)} failed: {error.cause!r}\n{_plain(error)}") from None
