@@ -66,15 +66,18 @@ def rl_config(task: dict[str, str], root: Path, model: str, *overrides: str) -> 
             f"model.path={model}",
             f"data.files=[{task['few']}]",
             f"evaluation.data.files=[{task['valid']}]",
-            "evaluation.every_steps=5",
+            "evaluation.every_steps=1",
             "evaluation.max_prompts=8",
             "evaluation.stop_at=null",
             f"run={{directory: {root}, name: run, tensorboard: false, progress: false, save_rollouts_every: 1}}",
             "prompts_per_step=6",
+            "updates_per_step=1",
             "sampling.samples_per_prompt=4",
             "train.micro_batch_tokens=100",
             "algorithm.drop_constant_groups=false",
             "algorithm.kl_coefficient=0.01",
+            "algorithm.report_kl=true",
+            "train.schedule={kind: linear, warmup_steps: 2, total_steps: 40, min_lr_ratio: 0.1}",
             f"reward.function={Path(__file__).parent / 'near_miss.py'}:near_miss",
             "numerics=exact",
             *overrides,
@@ -122,9 +125,9 @@ def test_sft_stopped_and_resumed_equals_undisturbed(task: dict[str, str], tmp_pa
 
 def test_rl_stopped_and_resumed_equals_undisturbed(task: dict[str, str], start: str, tmp_path: Path) -> None:
     # 40 prompts and 6 a step: the run crosses an epoch's border inside a step.
-    whole = run_rl(rl_config(task, tmp_path / "whole", start, "steps=20"))["run"]
-    run_rl(rl_config(task, tmp_path / "stopped", start, "steps=10"))
-    resumed = run_rl(rl_config(task, tmp_path / "stopped", start, "steps=20"))["run"]
+    whole = run_rl(rl_config(task, tmp_path / "whole", start, "steps=20", "updates_per_step=2"))["run"]
+    run_rl(rl_config(task, tmp_path / "stopped", start, "steps=7", "updates_per_step=2"))
+    resumed = run_rl(rl_config(task, tmp_path / "stopped", start, "steps=20", "updates_per_step=2"))["run"]
     assert_same_run(whole, resumed)
     rollouts = [(Path(run) / "rollouts" / "step_00000020.parquet").read_bytes() for run in (whole, resumed)]
     assert rollouts[0] == rollouts[1]

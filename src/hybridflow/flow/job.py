@@ -161,10 +161,13 @@ def find_run(settings: RunSettings, kind: str, checkpoint: CheckpointSettings) -
 
 
 def train_over(train: TrainSettings, total_steps: int) -> TrainSettings:
-    """The settings with the run's own number of optimizer steps where the schedule names none."""
+    """The settings with the run's own number of optimizer steps where the schedule names none.
+
+    A run that is shorter than its warm-up ends inside it.
+    """
     if train.schedule.kind == "constant" or train.schedule.total_steps:
         return train
-    return replace(train, schedule=replace(train.schedule, total_steps=total_steps))
+    return replace(train, schedule=replace(train.schedule, total_steps=max(total_steps, train.schedule.warmup_steps + 1)))
 
 
 def _due(step: int, every: int) -> bool:
