@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hybridflow.batch import Batch as Batch
     from hybridflow.config import load_config as load_config
+    from hybridflow.data import DataSettings as DataSettings
     from hybridflow.flow.rl_job import RLConfig as RLConfig
     from hybridflow.flow.sft_job import SFTConfig as SFTConfig
     from hybridflow.flow.trainer import RLTrainer as RLTrainer
     from hybridflow.flow.trainer import SFTTrainer as SFTTrainer
+    from hybridflow.roles.policy import ModelSettings as ModelSettings
     from hybridflow.types import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
@@ -22,6 +24,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Imported when first used: torch and its company take seconds, and `hybridflow --help` needs none of them.
 _HOMES = {
     "Batch": "hybridflow.batch",
+    "DataSettings": "hybridflow.data",
+    "ModelSettings": "hybridflow.roles.policy",
     "RLConfig": "hybridflow.flow.rl_job",
     "RLTrainer": "hybridflow.flow.trainer",
     "SFTConfig": "hybridflow.flow.sft_job",

@@ -95,8 +95,6 @@ class Batch:
         same: bool = self._table().equals(other._table())
         return same
 
-    # Reading.
-
     def column(self, name: str) -> pa.ChunkedArray:
         """The column as Arrow keeps it, one array per chunk."""
         self._check_names((name,))
@@ -144,8 +142,6 @@ class Batch:
     def lengths(self, name: str) -> np.ndarray:
         """Number of values in each row of a list column, int64 [rows]."""
         return np.diff(list_offsets(self._list_array(name)))
-
-    # Other rows.
 
     def slice(self, start: int, stop: int) -> Batch:
         """Rows start to stop - 1, sharing memory; both must lie in 0..num_rows."""
@@ -223,8 +219,6 @@ class Batch:
             raise ValueError(f"batches differ in the type of a column: {error}; give it one type") from error
         return cls(schema, (chunk.cast(schema) for batch in ordered for chunk in batch.chunks))
 
-    # Other columns.
-
     def with_column(self, name: str, values: Any) -> Batch:
         """This batch with one column more, or with that one replaced; `values` as in `from_columns`, one per row."""
         if len(values) != self.num_rows:
@@ -253,8 +247,6 @@ class Batch:
         self._check_names(names)
         return self.select(name for name in self.schema.names if name not in names)
 
-    # Files and other processes.
-
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
         """Write a Parquet file, one row group per chunk; it replaces one of that name only when it is whole."""
         from hybridflow.batch_file import write_parquet
@@ -279,8 +271,6 @@ class Batch:
                 writer.write_batch(chunk)
         # Arrow's buffers pickle out of band under protocol 5, so Ray's readers map them instead of copying.
         return _from_ipc, (sink.getvalue(),)
-
-    # Own means.
 
     def _table(self) -> pa.Table:
         return pa.Table.from_batches(self.chunks, self.schema)

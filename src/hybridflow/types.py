@@ -55,7 +55,11 @@ class SamplingParams:
     samples_per_prompt: int = Field(default=1, ge=1)
     """Samples drawn for each prompt: the size of a group."""
     seed: int = Field(default=0, ge=0)
-    """Key of the draws, together with step, group, sample and position."""
+    """Key of the draws, together with step, group, sample and position; 0 takes the run's own seed."""
+
+    def keyed_by(self, seed: int) -> SamplingParams:
+        """The same with the run's seed, unless it has one of its own."""
+        return self if self.seed else replace(self, seed=seed)
 
     def also_stopping_on(self, token_ids: tuple[int, ...]) -> SamplingParams:
         """The same with further `stop_token_ids`."""
@@ -176,11 +180,6 @@ class BatchRef:
 
     chunks: tuple[Ref[Batch], ...]
     chunk_rows: tuple[int, ...]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows over all chunks."""
-        return sum(self.chunk_rows)
 
 
 @dataclass(frozen=True)

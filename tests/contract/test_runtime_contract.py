@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -50,6 +51,9 @@ class Counter:
 
     def close(self) -> None:
         self.seen.clear()
+
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
 
     def fail(self) -> None:
         raise ValueError("row 7 has no tokens")
@@ -171,3 +175,8 @@ def test_a_worker_that_cannot_start_is_named(ray_runtime: Runtime) -> None:
     worker = ray_runtime.place("counter", Counter, "x", 1, 2)  # type: ignore[call-arg]
     with pytest.raises(WorkerError, match=r"counter.start .*lost its worker(?s:.)*TypeError"):
         ray_runtime.get(ray_runtime.submit(worker, Counter.order))
+
+
+def test_a_worker_sees_the_gpus_that_its_settings_may_name(ray_runtime: Runtime) -> None:
+    seen = ray_runtime.get(ray_runtime.submit(ray_runtime.place("actor", Counter, 0), Counter.environment, "CUDA_VISIBLE_DEVICES"))
+    assert seen == os.environ.get("CUDA_VISIBLE_DEVICES"), "Ray hides GPUs by setting this to nothing"

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hybridflow.batch import Batch
 from hybridflow.config import load_config
 from hybridflow.flow.commands import ExportConfig, run_export, run_rl, run_sft
 from hybridflow.flow.quickstart import write_sums
@@ -228,3 +229,14 @@ def test_fast_mode_resumes_within_tolerance(task: dict[str, str], start: str, tm
         torch.testing.assert_close(weight, weights_of(resumed)[name], rtol=1e-4, atol=1e-5)
     for line in metrics_of(whole):
         assert line["policy/logprob_gap_max"] < 1e-4
+
+
+def test_another_seed_draws_other_samples(task: dict[str, str], start: str, tmp_path: Path) -> None:
+    def prompts_and_responses(seed: int) -> tuple[list[str], list[str]]:
+        run = run_rl(rl_config(task, tmp_path / str(seed), start, "steps=1", f"seed={seed}", "data.shuffle=false"))["run"]
+        batch = Batch.from_parquet(Path(run) / "rollouts" / "step_00000001.parquet")
+        return batch.pylist("prompt"), batch.pylist("response")
+
+    (prompts_0, responses_0), (prompts_1, responses_1) = prompts_and_responses(0), prompts_and_responses(1)
+    assert prompts_0 == prompts_1
+    assert responses_0 != responses_1

@@ -4,6 +4,7 @@ import json
 import os
 import string
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,6 @@ from hybridflow.data import (
     PromptPool,
     SFTLoader,
     build_character_tokenizer,
-    iter_examples,
-    iter_prompts,
     read_prompts,
 )
 from hybridflow.data.order import EpochOrder, permute
@@ -54,6 +53,11 @@ def pool(path: str, seed: int = 0, **settings: object) -> PromptPool:
 
 def loader(path: str, seed: int = 0, **settings: object) -> SFTLoader:
     return SFTLoader(DataSettings(files=(path,), **settings), TOKENIZER, seed=seed)
+
+
+def iter_batches(rows: PromptPool | SFTLoader, size: int) -> Iterator[Batch]:
+    while (batch := rows.take(size)).num_rows:
+        yield batch
 
 
 def texts(batch: Batch) -> list[str]:
@@ -294,17 +298,16 @@ def test_prompts_from_messages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 7, 8, 100])
-def test_evaluation_sees_every_row_once_in_order(numbers: str, size: int) -> None:
-    settings = DataSettings(files=(numbers,), rename={"response": "gold"}, epochs=3)
-    batches = list(iter_prompts(settings, TOKENIZER, size))
+def test_one_pass_in_order_gives_every_row_once(numbers: str, size: int) -> None:
+    batches = list(iter_batches(pool(numbers, shuffle=False, epochs=1), size))
     assert [i for batch in batches for i in batch.pylist("prompt_id")] == list(range(7))
     assert all(batch.num_rows == size for batch in batches[:-1]) and 0 < batches[-1].num_rows <= size
-    examples = list(iter_examples(DataSettings(files=(numbers,)), TOKENIZER, size))
+    examples = iter_batches(loader(numbers, shuffle=False, epochs=1), size)
     assert [text for batch in examples for text in texts(batch)] == [f"<bos>p{i}r{i}<eos>" for i in range(7)]
 
 
 def test_prompts_are_read_all_or_the_first_ones_after_texts(numbers: str) -> None:
-    settings = DataSettings(files=(numbers,), rename={"response": "gold"})
+    settings = DataSettings(files=(numbers,), rename={"response": "gold"}, epochs=3)
     assert read_prompts(settings, TOKENIZER).pylist("prompt_id") == list(range(7))
     batch = read_prompts(settings, TOKENIZER, texts=["2+2="], max_rows=2)
     assert batch.pylist("prompt") == ["2+2=", "p0", "p1"] and batch.pylist("group_id") == [0, 1, 2]
@@ -343,9 +346,9 @@ def test_real_chats_are_learned_turn_by_turn(tmp_path: Path) -> None:
         for row in json.loads((DATA / "dpo/dpo_en_demo.json").read_text())[:80]
     ]
     path = write(tmp_path / "chats.jsonl", [{"messages": chat} for chat in chats])
-    settings = DataSettings(files=(path,), max_tokens=2000, on_bad_row="skip")
+    settings = DataSettings(files=(path,), max_tokens=2000, on_bad_row="skip", shuffle=False, epochs=1)
     num_rows = 0
-    for batch in iter_examples(settings, tokenizer, 64):
+    for batch in iter_batches(SFTLoader(settings, tokenizer), 64):
         num_rows += batch.num_rows
         for tokens, mask in zip(batch.pylist("tokens"), batch.pylist("loss_mask"), strict=True):
             assert tokens[:2].count(1) == 1 and len(tokens) <= 2000

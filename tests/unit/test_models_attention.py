@@ -110,11 +110,13 @@ def test_empty_rows_take_no_part():
         )
 
 
-def test_blocks_are_copied_whole():
+def test_slots_are_copied_in_all_layers():
     cache = PagedKVCache(num_layers=2, num_blocks=4, num_kv_heads=1, head_dim=3)
     cache.keys.normal_()
-    before = cache.keys.clone().unflatten(1, (4, 32))
-    cache.copy_blocks(torch.tensor([1, 1]), torch.tensor([0, 3]))
-    after = cache.keys.unflatten(1, (4, 32))
-    assert torch.equal(after[:, [0, 1, 3]], before[:, [1, 1, 1]]) and torch.equal(after[:, 2], before[:, 2])
+    cache.values.normal_()
+    keys, values = cache.keys.clone(), cache.values.clone()
+    cache.copy_slots(torch.tensor([33, 34, 33]), torch.tensor([1, 2, 97]))
+    source = torch.arange(4 * 32)
+    source[[1, 2, 97]] = torch.tensor([33, 34, 33])
+    assert torch.equal(cache.keys, keys[:, source]) and torch.equal(cache.values, values[:, source])
     assert cache.num_bytes == 2 * 2 * 4 * 32 * 3 * 4

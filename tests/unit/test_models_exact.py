@@ -145,7 +145,8 @@ def test_sampling_from_the_cache_gives_the_trainer_its_numbers(family, num_threa
         )
         last = model.hidden_states(prompt, torch.arange(45), prompt_paged)[-1:]
         tables = torch.tensor([[7, 10 + i, 20 + i] for i in range(4)], dtype=torch.int32)
-        cache.copy_blocks(torch.tensor([3, 3, 3, 3]), tables[:, 1].long())
+        filled = torch.arange(45 - 32)
+        cache.copy_slots((3 * 32 + filled).repeat(4), (tables[:, 1:2].long() * 32 + filled).flatten())
         first = compute_log_softmax(compute_logits(last, model.head, 0.7))
         sampled = [[first[0, response[0]]] for response in responses]
         for step in range(max(map(len, responses)) - 1):

@@ -60,3 +60,8 @@ def test_references_name_their_call() -> None:
 def test_further_stop_ids_come_once() -> None:
     sampling = SamplingParams(stop_token_ids=(7,), temperature=0.5).also_stopping_on((2, 7))
     assert (sampling.stop_token_ids, sampling.temperature) == ((7, 2), 0.5)
+
+
+def test_the_run_s_seed_keys_the_draws_unless_sampling_has_its_own() -> None:
+    assert SamplingParams().keyed_by(4).seed == 4
+    assert SamplingParams(seed=9).keyed_by(4).seed == 9

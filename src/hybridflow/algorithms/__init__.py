@@ -38,5 +38,4 @@ __all__ = [
     "keep_all",
     "prepare_policy_batch",
     "resolve_advantage_function",
-    "resolve_advantage_function",
 ]

@@ -73,9 +73,7 @@ def _score_states(
 
 def _sum_rows(values: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     # Differences of running sums, because reduceat gives an empty row the value of its neighbour.
-    running = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
-    lengths_S: NDArray[np.int64] = running[offsets[1:]] - running[offsets[:-1]]
-    return lengths_S
+    return np.diff(np.concatenate([[0], np.cumsum(values, dtype=np.int64)])[offsets])
 
 
 def _spread(advantages_S: NDArray[np.float32], mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> Ragged:

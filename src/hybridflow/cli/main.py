@@ -77,7 +77,3 @@ def _top_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"hybridflow {__version__}")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Typed settings: how they are declared, loaded and checked."""
 
 from hybridflow.config.errors import ConfigError, HybridflowError
-from hybridflow.config.load import check_config, load_config, to_plain, to_yaml
+from hybridflow.config.load import check_config, load_config, to_yaml
 from hybridflow.config.settings import Field, settings
 
-__all__ = ["ConfigError", "Field", "HybridflowError", "check_config", "load_config", "settings", "to_plain", "to_yaml"]
+__all__ = ["ConfigError", "Field", "HybridflowError", "check_config", "load_config", "settings", "to_yaml"]

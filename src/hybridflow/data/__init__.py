@@ -1,7 +1,7 @@
 """Rows from files: as examples to learn, and as prompts to continue."""
 
 from hybridflow.data.chat import chat_stop_ids
-from hybridflow.data.loader import PromptPool, SFTLoader, iter_examples, iter_prompts, read_prompts
+from hybridflow.data.loader import PromptPool, SFTLoader, read_prompts
 from hybridflow.data.settings import DataSettings
 from hybridflow.data.sources import DataError
 from hybridflow.data.tokenizers import build_character_tokenizer
@@ -13,7 +13,5 @@ __all__ = [
     "SFTLoader",
     "build_character_tokenizer",
     "chat_stop_ids",
-    "iter_examples",
-    "iter_prompts",
     "read_prompts",
 ]

@@ -94,14 +94,17 @@ def _parse_list(path: str, text: bytes) -> Iterator[Numbered]:
     except (ValueError, RecursionError) as error:
         raise _unreadable(path, error) from error
     for number, value in enumerate(values, 1):
-        yield number, value if isinstance(value, dict) else BadRow(f"it is {type(value).__name__}, not an object")
+        yield number, _require_object(value)
 
 
 def _parse(line: bytes) -> Any:
     try:
-        value = json.loads(line)
+        return _require_object(json.loads(line))
     except (ValueError, RecursionError) as error:
         return BadRow(f"it is not JSON ({error})")
+
+
+def _require_object(value: Any) -> Any:
     return value if isinstance(value, dict) else BadRow(f"it is {type(value).__name__}, not an object")
 
 

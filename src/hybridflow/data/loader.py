@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ from hybridflow.config import ConfigError
 from hybridflow.data.encode import Example, ExampleEncoder, Prompt, PromptEncoder
 from hybridflow.data.settings import DataSettings
 from hybridflow.data.sources import Rows, read_rows
-from hybridflow.data.stream import RowStream
+from hybridflow.data.stream import Item, RowStream
 from hybridflow.data.tokenizers import encode_prompts
 from hybridflow.types import Metrics, RowState, last
 
@@ -23,18 +23,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class SFTLoader:
-    """Examples in batches of any size, in a new order each epoch; `epoch` counts the passes that are done.
+class _Source(Generic[Item]):
+    """Rows in a new order each epoch, and the place that has been reached in them."""
 
-    A batch: `tokens`, `loss_mask` (1 for what is learned, the end-of-sequence or end-of-turn token with it), `group_id` (examples given
-    before it, so it never repeats in a run), `state`.
-    """
-
-    def __init__(self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0) -> None:
-        rows = read_rows(settings, "sft")
-        self._stream: RowStream[Example] = RowStream(
-            rows, ExampleEncoder(tokenizer, settings, rows.layout), settings, seed
-        )
+    def __init__(self, stream: RowStream[Item]) -> None:
+        self._stream: RowStream[Item] = stream
 
     @property
     def epoch(self) -> int:
@@ -50,6 +43,32 @@ class SFTLoader:
     def num_rows(self) -> int:
         """Rows of the data, also those that cannot be used."""
         return self._stream.rows.num_rows
+
+    def metrics(self) -> Metrics:
+        """Where the run is in its data, and which rows it could not use."""
+        order = self._stream.order
+        counts = {f"data/rows_{kind}": last(count) for kind, count in self._stream.counts.items()}
+        return {"data/epoch": last(order.epoch + order.position / self.num_rows), **counts}
+
+    def state(self) -> dict[str, Any]:
+        """The place in the data, as JSON values."""
+        return self._stream.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a place. Raises ConfigError if the data has changed since."""
+        self._stream.load_state(state)
+
+
+class SFTLoader(_Source[Example]):
+    """Examples in batches of any size, in a new order each epoch; `epoch` counts the passes that are done.
+
+    A batch: `tokens`, `loss_mask` (1 for what is learned, the end-of-sequence or end-of-turn token with it), `group_id` (examples given
+    before it, so it never repeats in a run), `state`.
+    """
+
+    def __init__(self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0) -> None:
+        rows = read_rows(settings, "sft")
+        super().__init__(RowStream(rows, ExampleEncoder(tokenizer, settings, rows.layout), settings, seed))
 
     def take(self, num_rows: int) -> Batch:
         """The next examples; with `epochs` set, fewer at the end of the last one and then none."""
@@ -62,20 +81,8 @@ class SFTLoader:
             state=np.full(len(examples), RowState.OK, np.int8),
         )
 
-    def metrics(self) -> Metrics:
-        """Where the run is in its data, and which rows it could not use."""
-        return _count(self._stream)
 
-    def state(self) -> dict[str, Any]:
-        """The place in the data, as JSON values."""
-        return self._stream.state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a place. Raises ConfigError if the data has changed since."""
-        self._stream.load_state(state)
-
-
-class PromptPool:
+class PromptPool(_Source[Prompt]):
     """Prompts in batches of any size, in a new order each epoch; `epoch` counts the passes that are done.
 
     A batch: `prompt_id` (number of the data row), `group_id` (prompts given before it, so it never repeats in a run), `prompt_tokens`,
@@ -85,24 +92,7 @@ class PromptPool:
     def __init__(self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0) -> None:
         rows = read_rows(settings, "prompt")
         self._kept = _choose_kept(rows)
-        self._stream: RowStream[Prompt] = RowStream(
-            rows, PromptEncoder(tokenizer, settings, rows.layout), settings, seed
-        )
-
-    @property
-    def epoch(self) -> int:
-        """Whole passes over the rows so far."""
-        return self._stream.order.epoch
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether the last of `epochs` passes is done, so that `take` gives no more."""
-        return self._stream.order.epoch == self._stream.order.epochs
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the data, also those that cannot be used."""
-        return self._stream.rows.num_rows
+        super().__init__(RowStream(rows, PromptEncoder(tokenizer, settings, rows.layout), settings, seed))
 
     @property
     def column_names(self) -> tuple[str, ...]:
@@ -122,32 +112,6 @@ class PromptPool:
             **{name: own.column(name) for name in self._kept},
         )
 
-    def metrics(self) -> Metrics:
-        """Where the run is in its data, and which rows it could not use."""
-        return _count(self._stream)
-
-    def state(self) -> dict[str, Any]:
-        """The place in the data, as JSON values."""
-        return self._stream.state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a place. Raises ConfigError if the data has changed since."""
-        self._stream.load_state(state)
-
-
-def iter_examples(settings: DataSettings, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> Iterator[Batch]:
-    """Every example once, in the order of the files, `num_rows` at a time; the last batch has what is left."""
-    loader = SFTLoader(_once(settings), tokenizer)
-    while (batch := loader.take(num_rows)).num_rows:
-        yield batch
-
-
-def iter_prompts(settings: DataSettings, tokenizer: PreTrainedTokenizerBase, num_prompts: int) -> Iterator[Batch]:
-    """Every prompt once, in the order of the files, `num_prompts` at a time; the last batch has what is left."""
-    pool = PromptPool(_once(settings), tokenizer)
-    while (batch := pool.take(num_prompts)).num_rows:
-        yield batch
-
 
 def read_prompts(
     settings: DataSettings | None, tokenizer: PreTrainedTokenizerBase, *, texts: Sequence[str] = (), max_rows: int = 0
@@ -159,7 +123,7 @@ def read_prompts(
     given = _encode_given(texts, tokenizer)
     if settings is None:
         return given
-    pool = PromptPool(_once(settings), tokenizer)
+    pool = PromptPool(replace(settings, shuffle=False, epochs=1), tokenizer)
     rows = pool.take(max_rows or pool.num_rows)
     for name in pool.column_names:
         given = given.with_column(name, pa.nulls(len(texts), rows.schema.field(name).type))
@@ -178,10 +142,6 @@ def _encode_given(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> B
     return Batch.from_columns(prompt_id=numbers, group_id=numbers, prompt=list(texts), prompt_tokens=tokens)
 
 
-def _once(settings: DataSettings) -> DataSettings:
-    return replace(settings, shuffle=False, epochs=1)
-
-
 def _choose_kept(rows: Rows) -> list[str]:
     """The columns that go along. Raises ConfigError for one whose name a rollout uses for something else."""
     names = [name for name in rows.table.column_names if not (name == "prompt" and name in rows.needed)]
@@ -192,8 +152,3 @@ def _choose_kept(rows: Rows) -> list[str]:
                 f"set data.rename.{name} to another name, e.g. data_{name}"
             )
     return names
-
-
-def _count(stream: RowStream[Any]) -> Metrics:
-    counts = {f"data/rows_{kind}": last(count) for kind, count in stream.counts.items()}
-    return {"data/epoch": last(stream.order.epoch + stream.order.position / stream.rows.num_rows), **counts}

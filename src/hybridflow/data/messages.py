@@ -65,6 +65,5 @@ def _drop_nulls(value: Any) -> Any:
 def _kind(value: Any) -> str:
     if isinstance(value, list):
         return "an empty list" if not value else "a list"
-    return {"NoneType": "nothing", "str": "text", "dict": "an object"}.get(
-        type(value).__name__, f"{type(value).__name__}"
-    )
+    kind = type(value).__name__
+    return {"NoneType": "nothing", "str": "text", "dict": "an object"}.get(kind, kind)

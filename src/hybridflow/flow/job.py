@@ -94,7 +94,7 @@ class Job:
         self._ended = self._ended or self._data.exhausted
         spans = self.runtime.spans()
         values |= {f"time/{name}_s": last(seconds) for name, seconds in phase_times(spans).items()}
-        values |= self._time_step(spans)
+        values |= self._time_step(values, spans)
         self.run.log_phases(spans)
         self.run.log_metrics(step, values)
         self._done_steps, self.last_metrics = step, self.last_metrics | values
@@ -124,11 +124,14 @@ class Job:
         self._ended = self._evaluator.reached(metrics)
         return metrics
 
-    def _time_step(self, spans: list[Span]) -> Metrics:
+    def _time_step(self, values: Metrics, spans: list[Span]) -> Metrics:
         now_s = time.perf_counter()
         seconds, self._step_started_s = now_s - self._step_started_s, now_s
         peak = max((span.peak_rss_bytes for span in spans), default=0.0)
-        return {"time/step_s": last(seconds), "memory/peak_rss_bytes": maximum(peak)}
+        times = {"time/step_s": last(seconds), "memory/peak_rss_bytes": maximum(peak)}
+        if "train/tokens" in values:
+            times["speed/trained_tokens_per_s"] = last(values["train/tokens"].value / seconds)
+        return times
 
     def _resume(self, checkpoint: Checkpoint | None) -> int:
         if checkpoint is None:

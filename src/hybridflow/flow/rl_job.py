@@ -114,7 +114,7 @@ class RLJob(Job):
         self.prompts = PromptPool(config.data, tokenizer, seed=config.seed)
         check_reward(config.reward, reward_function, self.prompts.column_names)
         model = ModelSpec(config.model, config.numerics, config.seed, worker_threads(config.runtime, config.numerics))
-        sampling = config.sampling.also_stopping_on(chat_stop_ids(tokenizer, config.data))
+        sampling = config.sampling.keyed_by(config.seed).also_stopping_on(chat_stop_ids(tokenizer, config.data))
         spec = ActorSpec(model, train_over(config.train, config.steps * config.updates_per_step), config.rollout, config.updates_per_step)
         actor = Actor(runtime, spec, sampling)
         reward = RewardModel(runtime, config.reward, reward_function)

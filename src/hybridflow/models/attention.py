@@ -60,11 +60,6 @@ class Packed:
         """Tokens of each sequence, [S] int64."""
         return np.diff(self.cu_seqlens.cpu().numpy().astype(np.int64))
 
-    @property
-    def num_tokens(self) -> int:
-        """T, all tokens of all sequences."""
-        return int(self.cu_seqlens[-1])
-
 
 @dataclass
 class Paged:

@@ -30,10 +30,7 @@ class PagedKVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.num_layers = num_layers
         self.num_blocks = num_blocks
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
         self.block_size = block_size
         shape = (num_layers, num_blocks * block_size, num_kv_heads, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
@@ -49,11 +46,10 @@ class PagedKVCache:
         self.keys[layer].index_copy_(0, slots_T, key_TNK)
         self.values[layer].index_copy_(0, slots_T, value_TNK)
 
-    def copy_blocks(self, source: Tensor, target: Tensor) -> None:
-        """Copies whole blocks, all layers: block `source[i]` to block `target[i]` (int64 [n]).
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
+        """Copies token slots, all layers: slot `source[i]` to slot `target[i]` (int64 [n], no target twice).
 
         Used where samples of a group go on from one partly filled block of their prompt.
         """
         for store in (self.keys, self.values):
-            blocks = store.unflatten(1, (self.num_blocks, self.block_size))
-            blocks.index_copy_(1, target, blocks.index_select(1, source))
+            store.index_copy_(1, target, store.index_select(1, source))

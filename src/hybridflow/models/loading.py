@@ -125,31 +125,23 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
 
 
 def save_model(
-    model: LanguageModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    directory: str | os.PathLike[str],
-    dtype: torch.dtype | None = None,
+    model: LanguageModel, tokenizer: PreTrainedTokenizerBase | None, directory: str | os.PathLike[str]
 ) -> None:
-    """Writes a directory that Transformers and `load_model` read back with equal weights; `dtype` None keeps the model's own.
+    """Writes a directory that Transformers and `load_model` read back with equal weights.
 
     A tied head is written once, as its family does. The model itself is not changed.
     """
-    module = model.module
-    dtype = model.dtype if dtype is None else dtype
-    weights = {name: tensor.detach().to("cpu", dtype) for name, tensor in module.state_dict().items()}
-    module.save_pretrained(directory, state_dict=weights)
-    save_description(model, tokenizer, directory, dtype)
+    weights = {name: tensor.detach().cpu() for name, tensor in model.module.state_dict().items()}
+    model.module.save_pretrained(directory, state_dict=weights)
+    save_description(model, tokenizer, directory)
 
 
 def save_description(
-    model: LanguageModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    directory: str | os.PathLike[str],
-    dtype: torch.dtype | None = None,
+    model: LanguageModel, tokenizer: PreTrainedTokenizerBase | None, directory: str | os.PathLike[str]
 ) -> None:
     """Writes all of `save_model` but the weights: configuration, generation defaults and tokenizer."""
     config = copy.deepcopy(model.config)
-    config.dtype = model.dtype if dtype is None else dtype
+    config.dtype = model.dtype
     config.save_pretrained(directory)
     if model.module.generation_config is not None:
         model.module.generation_config.save_pretrained(directory)

@@ -1,12 +1,11 @@
 """What a response is worth: any Python function of a row, run where it can do no harm."""
 
 from hybridflow.rewards.builtin import exact_match, gsm8k
-from hybridflow.rewards.function import BUILTIN, ROLLOUT_COLUMNS, RewardFunction, source_hash
+from hybridflow.rewards.function import BUILTIN, RewardFunction, source_hash
 from hybridflow.rewards.pool import RewardPool, RewardSettings, check_reward
 
 __all__ = [
     "BUILTIN",
-    "ROLLOUT_COLUMNS",
     "RewardFunction",
     "RewardPool",
     "RewardSettings",

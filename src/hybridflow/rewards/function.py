@@ -22,7 +22,7 @@ RewardFunction = Callable[..., Any]
 """Called with columns of one row by keyword; gives a finite number."""
 
 BUILTIN = ("exact_match", "gsm8k")
-ROLLOUT_COLUMNS = (
+SCORED_COLUMNS = (
     "prompt",
     "response",
     "tokens",

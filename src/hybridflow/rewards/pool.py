@@ -10,7 +10,7 @@ from hybridflow.batch import Batch
 from hybridflow.config import Field, settings
 from hybridflow.rewards.child import Parameters
 from hybridflow.rewards.function import (
-    ROLLOUT_COLUMNS,
+    SCORED_COLUMNS,
     RewardFunction,
     check_columns,
     choose_columns,
@@ -42,28 +42,26 @@ class RewardSettings:
 
 
 class RewardPool:
-    """Scores batches by a function: `RewardPool(settings)`, `RewardPool(settings, fn)` or `RewardPool(fn)`.
+    """Scores batches by a function: the one that the settings name, or a live one in its place.
 
     A row whose function raises, runs out of time, ends its process or gives anything but a finite number has reward null and says why in
     `reward_error`; it touches no other row. The processes start at the first call and end with `close()`, with the pool, or with this
     process, however that ends.
     """
 
-    def __init__(self, settings: RewardSettings | RewardFunction, function: RewardFunction | None = None) -> None:
-        if not isinstance(settings, RewardSettings):
-            function, settings = settings, RewardSettings()
+    def __init__(self, settings: RewardSettings, function: RewardFunction | None = None) -> None:
         transport = describe_transport(settings.function, function)
-        self._workers = InlineFunction(transport, function) if settings.inline else ProcessGroup(
-            transport,
-            workers=settings.workers,
-            timeout_s=settings.timeout_s,
-            startup_timeout_s=settings.startup_timeout_s,
-            max_memory_bytes=settings.max_memory_bytes,
-        )  # fmt: skip
-        self.num_rows = 0
-        """Rows that were scored so far."""
-        self.num_errors = 0
-        """Those among them that came out as an error."""
+        self._workers: InlineFunction | ProcessGroup
+        if settings.inline:
+            self._workers = InlineFunction(transport, function)
+        else:
+            self._workers = ProcessGroup(
+                transport,
+                workers=settings.workers,
+                timeout_s=settings.timeout_s,
+                startup_timeout_s=settings.startup_timeout_s,
+                max_memory_bytes=settings.max_memory_bytes,
+            )
 
     def __enter__(self) -> RewardPool:
         return self
@@ -77,21 +75,17 @@ class RewardPool:
         """Start the processes, if they have not, and tell what the function asks for. Raises ConfigError if it cannot be loaded."""
         return self._workers.start()
 
-    def check_columns(self, columns: Iterable[str]) -> None:
-        """Raise ConfigError if the function cannot be loaded, or asks for a column that is not among these."""
-        check_columns(self.start(), columns)
-
     def score(self, batch: Batch) -> Batch:
         """Columns `reward` float64 and `reward_error` string for the same rows; in each row one of the two is null.
 
-        A row whose `state` is not OK is not scored: its `reward_error` says so, and it is not counted as an error.
+        A row whose `state` is not OK is not scored: its `reward_error` says so.
         """
         names = choose_columns(self.start(), batch.schema)
         states = batch.pylist("state") if "state" in batch else [int(RowState.OK)] * batch.num_rows
         scored = [index for index, state in enumerate(states) if state == RowState.OK]
         columns = {name: batch.pylist(name) for name in names}
         found = self._workers.run([{name: columns[name][index] for name in names} for index in scored])
-        self._count(scored, found)
+        _warn_of_errors(scored, found)
         by_row = dict(zip(scored, found, strict=True))
         outcomes = [by_row.get(index) or _skip(state) for index, state in enumerate(states)]
         return Batch.from_columns(
@@ -101,13 +95,6 @@ class RewardPool:
     def close(self) -> None:
         """End the processes and what they started. Takes no longer than killing them does; the next call starts new ones."""
         self._workers.close()
-
-    def _count(self, scored: list[int], found: list[Outcome]) -> None:
-        errors = [(index, error) for index, (_, error) in zip(scored, found, strict=True) if error is not None]
-        self.num_rows += len(scored)
-        self.num_errors += len(errors)
-        if errors:
-            _log.warning("%d of %d rewards are errors; the first, row %d: %s", len(errors), len(scored), *errors[0])
 
 
 def check_reward(
@@ -120,7 +107,13 @@ def check_reward(
     with RewardPool(settings, function) as pool:
         parameters = pool.start()
         if columns is not None:
-            check_columns(parameters, (*ROLLOUT_COLUMNS, *columns))
+            check_columns(parameters, (*SCORED_COLUMNS, *columns))
+
+
+def _warn_of_errors(scored: list[int], found: list[Outcome]) -> None:
+    errors = [(index, error) for index, (_, error) in zip(scored, found, strict=True) if error is not None]
+    if errors:
+        _log.warning("%d of %d rewards are errors; the first, row %d: %s", len(errors), len(scored), *errors[0])
 
 
 def _skip(state: int) -> Outcome:

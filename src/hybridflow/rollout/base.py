@@ -53,7 +53,7 @@ class RolloutEngine(Protocol):
 
 
 def check_prompts(prompts: Batch) -> None:
-    """Raises ValueError for a batch that no engine could take: a column in the way, a group twice."""
+    """Refuses a batch that no engine could take: ConfigError for a column in the way, ValueError for a group twice."""
     taken = [name for name in ROLLOUT_COLUMNS if name in prompts.column_names]
     if taken:
         raise ConfigError(

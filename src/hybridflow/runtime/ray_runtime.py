@@ -45,7 +45,7 @@ class _Host:
 class RayRuntime:
     """The `Runtime` on a Ray cluster, joined or started here."""
 
-    def __init__(self, settings: RuntimeSettings, *, num_gpu_roles: int = 0) -> None:
+    def __init__(self, settings: RuntimeSettings) -> None:
         self._settings = settings
         self._spans: list[Ref[Span]] = []
         self._workers: list[Worker[Any]] = []
@@ -53,14 +53,10 @@ class RayRuntime:
         self._owns_cluster = not ray.is_initialized()
         if self._owns_cluster:
             ray.init(address=settings.address, include_dashboard=False, log_to_driver=True, logging_level=logging.WARNING)
-        gpus = ray.cluster_resources().get("GPU", 0.0)
-        self._gpus_per_role = min(1.0, gpus / num_gpu_roles) if num_gpu_roles else 0.0
 
     def place(self, role: str, build: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Worker[W]:
         """See `Runtime.place`."""
-        host = ray.remote(_Host).options(
-            num_cpus=0, num_gpus=self._gpus_per_role, runtime_env={"env_vars": _worker_environment()}
-        )
+        host = ray.remote(_Host).options(num_cpus=0, runtime_env={"env_vars": _worker_environment()})
         worker: Worker[W] = Worker(role, host.remote(build, args, kwargs))
         self._workers.append(worker)
         self._starting.append(Ref(worker.handle.ready.remote(), Call(role, "start", current_mark())))
@@ -131,9 +127,14 @@ class RayRuntime:
 
 
 def _worker_environment() -> dict[str, str]:
-    """The controller's import path, so that its modules and the user's are found; one arithmetic thread a worker unless the
-    user said otherwise, because several threads a process collapse beside each other."""
+    """What a worker finds in its environment.
+
+    The controller's import path, so that its modules and the user's are found. One arithmetic thread a worker unless the user
+    said otherwise. And all GPUs of the machine: which one a role takes is said by its `model.device`, where Ray would hide them
+    from an actor that reserves none.
+    """
     return {
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }

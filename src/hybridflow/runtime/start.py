@@ -10,7 +10,7 @@ from hybridflow.runtime.inprocess import InProcessRuntime
 from hybridflow.types import Numerics
 
 
-def start_runtime(settings: RuntimeSettings, *, num_gpu_roles: int = 0) -> Runtime:
+def start_runtime(settings: RuntimeSettings) -> Runtime:
     """The runtime that the settings ask for; `RAY_ADDRESS=local` in the environment means one process, whatever they say."""
     if settings.kind == "local" or os.environ.get("RAY_ADDRESS") == "local":
         return InProcessRuntime()
@@ -20,7 +20,7 @@ def start_runtime(settings: RuntimeSettings, *, num_gpu_roles: int = 0) -> Runti
         if error.name != "ray":
             raise
         raise ConfigError("runtime.kind: 'ray' needs the package ray; pip install 'hybridflow[ray]', or set runtime.kind=local") from None
-    return RayRuntime(settings, num_gpu_roles=num_gpu_roles)
+    return RayRuntime(settings)
 
 
 def worker_threads(settings: RuntimeSettings, numerics: Numerics) -> int:

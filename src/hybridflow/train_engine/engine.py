@@ -41,9 +41,9 @@ class TrainSettings:
     third slower, same gradients."""
     max_skipped_steps: int = Field(default=5, ge=0)
     """Steps in a row that may be skipped because their loss or gradient is not finite; one more stops the run."""
-    optimizer: OptimizerSettings = OptimizerSettings()
+    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     """AdamW and clipping."""
-    schedule: ScheduleSettings = ScheduleSettings()
+    schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
     """Learning rate over optimizer steps."""
 
 

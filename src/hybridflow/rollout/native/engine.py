@@ -106,8 +106,6 @@ class NativeEngine:
         """Ends a running `generate` after its present step; without one it does nothing."""
         self._abort.set()
 
-    # One step.
-
     def _step(self, job: _Job) -> None:
         step = job.scheduler.schedule()
         tokens, logprobs = self._run(job, step)
@@ -119,17 +117,14 @@ class NativeEngine:
         """Feeds the step's tokens to the model and draws. returns: (tokens [R], logprobs [R])."""
         if step.copies.size:
             source, target = self._to_device(step.copies.T.copy())
-            for store in (job.cache.keys, job.cache.values):
-                store.index_copy_(1, target, store.index_select(1, source))
+            job.cache.copy_slots(source, target)
         hidden_TD = self.model.hidden_states(*self._packed_input(job, step), self._paged(job, step))
         last_R = self._to_device(np.cumsum(step.counts)[step.sources] - 1)
         greedy = job.sampling.temperature == 0
         logits_RV = compute_logits(hidden_TD[last_R], self.model.head, 1.0 if greedy else job.sampling.temperature)
         rows_R, at_R = self._to_device(np.stack([step.rows, job.sequences.length[step.rows]]))
         uniforms_R = None if greedy else compute_uniforms(job.keys_R[rows_R], at_R)
-        tokens_R, logprobs_R = sample_tokens(
-            logits_RV, uniforms_R, top_k=job.sampling.top_k, top_p=job.sampling.top_p
-        )  # fmt: skip
+        tokens_R, logprobs_R = sample_tokens(logits_RV, uniforms_R, top_k=job.sampling.top_k, top_p=job.sampling.top_p)
         # Both numbers are exact in float64, and one copy is one wait for the device.
         drawn_2R = torch.stack([tokens_R.double(), logprobs_R.double()]).cpu().numpy()
         return drawn_2R[0].astype(np.int32), drawn_2R[1].astype(np.float32)
@@ -154,8 +149,6 @@ class NativeEngine:
 
     def _to_device(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.model.device, non_blocking=True)
-
-    # Start and end of a call.
 
     def _find_errors(self, prompts: Batch) -> list[str | None]:
         """Why a prompt cannot be served, or None, for each prompt."""
@@ -205,8 +198,6 @@ class NativeEngine:
             errors=errors,
             version=self.version,
         )
-
-    # The cache.
 
     def _fit_cache(self, sequences: Sequences) -> PagedKVCache:
         """The cache at hand, or a larger one where the call can use more and the limits allow it."""

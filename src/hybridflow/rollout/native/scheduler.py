@@ -79,8 +79,6 @@ class Scheduler:
             self._release(done[self.num_blocks[done] > 0])
             self._close_groups(np.unique(done // self.sequences.samples))
 
-    # Planning.
-
     def _plan_prefill(self) -> Step | None:
         candidates = np.concatenate([self.running, self._opened_prompts()])
         pending = self.sequences.length[candidates] - self.cached[candidates]
@@ -114,8 +112,6 @@ class Scheduler:
         fresh = (table.length[rows] == table.prompt_length[rows]) & (table.finish[rows] == Finish.NONE)
         wanted = fresh | ~np.repeat(is_prompt, repeats)
         return rows[wanted], sources[wanted]
-
-    # Admission.
 
     def _admit(self) -> None:
         """Gives blocks to waiting rows, lowest first, and to those prompts of theirs that are not computed yet."""
@@ -183,8 +179,6 @@ class Scheduler:
         # The last token of a row is never fed, so it needs no room.
         return self._blocks_for(self.sequences.max_length[rows] - 1)
 
-    # Blocks.
-
     def _grow(self) -> None:
         """Gives every running row the block that its next token needs, evicting while there are too few."""
         while True:
@@ -202,10 +196,7 @@ class Scheduler:
 
     def _evict(self, keep: int) -> None:
         """Takes the blocks of the youngest prompt that no running row uses, else of the youngest running row."""
-        first = self.sequences.num_rows
-        holding = first + np.flatnonzero(self.num_blocks[first:])
-        used = first + self.running // self.sequences.samples
-        idle = np.setdiff1d(holding, np.append(used, keep))
+        idle = np.setdiff1d(self._opened_prompts(), np.append(self._prompts_of(self.running), keep))
         if idle.size:
             self._release(idle[-1:])
         elif len(self.running) > 1:
