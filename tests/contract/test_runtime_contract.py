@@ -140,6 +140,16 @@ def test_a_failed_call_on_ray_is_named_once(ray_runtime: Runtime) -> None:
     assert ray_runtime.get(ray_runtime.submit(worker, Counter.add, 4)) == 4
 
 
+def test_the_call_that_failed_is_named_not_the_one_that_needed_it(ray_runtime: Runtime) -> None:
+    reward, actor = ray_runtime.place("reward", Counter, 0), ray_runtime.place("actor", Counter, 0)
+    with phase("score"):
+        failed = ray_runtime.submit(reward, Counter.fail)
+    with phase("update"):
+        needing = ray_runtime.submit(actor, Counter.apply, str, failed)
+    with pytest.raises(WorkerError, match=r"^reward.fail \(phase 'score'"):
+        ray_runtime.get(needing)
+
+
 def test_a_failed_call_in_process_keeps_its_own_stack() -> None:
     runtime = InProcessRuntime()
     worker = runtime.place("reward", Counter, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,16 @@ from hybridflow.checkpoint import export_checkpoint, newest_checkpoint, open_che
 from hybridflow.config import ConfigError, Field, settings
 from hybridflow.data import DataSettings, chat_stop_ids, read_prompts
 from hybridflow.flow import rl, sft
-from hybridflow.flow.evaluation import EvaluationSettings
-from hybridflow.flow.rl_job import RLConfig, RLJob, build_evaluator, check_rl
-from hybridflow.flow.sft_job import SFTConfig, SFTJob, check_sft
-from hybridflow.models import load_tokenizer
-from hybridflow.rewards import RewardSettings, check_reward
+from hybridflow.flow.evaluation import Evaluator, HeldOutSettings, read_held_out
+from hybridflow.flow.job import model_spec
+from hybridflow.flow.rl_job import RLConfig, RLJob, read_rl_inputs
+from hybridflow.flow.sft_job import SFTConfig, SFTJob, read_sft_inputs
+from hybridflow.rewards import RewardSettings
 from hybridflow.roles.generator import RolloutSettings, place_generator
-from hybridflow.roles.policy import ModelSettings, ModelSpec, check_model, model_directory
+from hybridflow.roles.policy import ModelSettings, check_model, read_tokenizer
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import RuntimeSettings
-from hybridflow.runtime.start import start_runtime, worker_threads
+from hybridflow.runtime.start import open_runtime
 from hybridflow.types import Numerics, SamplingParams
 
 
@@ -52,7 +53,7 @@ class EvalConfig:
 
     model: ModelSettings
     """Which model."""
-    evaluation: EvaluationSettings
+    evaluation: HeldOutSettings
     """On what."""
     reward: RewardSettings
     """What a response is worth."""
@@ -85,32 +86,18 @@ def run_rl(
     advantage_function: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
     """Trains by reinforcement learning; returns the run's directory and its last metrics."""
-    check_rl(config)
-    runtime = start_runtime(config.runtime)
-    try:
-        job = RLJob(config, runtime, reward_function=reward_function, advantage_function=advantage_function)
-        try:
-            rl.train(job)
-        finally:
-            job.close()
-        return job.result()
-    finally:
-        runtime.shutdown()
+    inputs = read_rl_inputs(config, reward_function=reward_function, advantage_function=advantage_function)
+    with open_runtime(config.runtime) as runtime, contextlib.closing(RLJob(config, inputs, runtime)) as job:
+        rl.train(job)
+    return job.result()
 
 
 def run_sft(config: SFTConfig, *, reward_function: Callable[..., Any] | None = None) -> dict[str, Any]:
     """Trains on examples; returns the run's directory and its last metrics."""
-    check_sft(config, reward_function)
-    runtime = start_runtime(config.runtime)
-    try:
-        job = SFTJob(config, runtime, reward_function=reward_function)
-        try:
-            sft.train(job)
-        finally:
-            job.close()
-        return job.result()
-    finally:
-        runtime.shutdown()
+    inputs = read_sft_inputs(config, reward_function=reward_function)
+    with open_runtime(config.runtime) as runtime, contextlib.closing(SFTJob(config, inputs, runtime)) as job:
+        sft.train(job)
+    return job.result()
 
 
 def run_generate(config: GenerateConfig) -> Batch:
@@ -118,41 +105,37 @@ def run_generate(config: GenerateConfig) -> Batch:
     check_model(config.model, config.numerics)
     if not config.prompts and config.data is None:
         raise ConfigError('prompts: nothing to continue; give prompts=["..."] or data.files=[...]')
-    tokenizer = load_tokenizer(config.model.tokenizer or model_directory(config.model.path or ""))
+    tokenizer = read_tokenizer(config.model)
     prompts = read_prompts(config.data, tokenizer, texts=config.prompts)
-    runtime = start_runtime(config.runtime)
-    try:
-        model = ModelSpec(config.model, config.numerics, 0, worker_threads(config.runtime, config.numerics))
-        sampling = config.sampling.also_stopping_on(chat_stop_ids(tokenizer, config.data))
+    sampling = config.sampling.also_stopping_on(chat_stop_ids(tokenizer, config.data))
+    model = model_spec(config.model, config.runtime, config.numerics, seed=0)
+    with open_runtime(config.runtime) as runtime:
         generator = place_generator(runtime, model, config.rollout, sampling)
         samples = runtime.get(generator.rollout(prompts, step=0))
-    finally:
-        runtime.shutdown()
-    if config.output is not None:
-        samples.to_parquet(config.output)
+    _write(samples, config.output)
     return samples
 
 
 def run_eval(config: EvalConfig, *, reward_function: Callable[..., Any] | None = None) -> dict[str, Any]:
     """Mean reward and counts over the held-out rows."""
     check_model(config.model, config.numerics)
-    check_reward(config.reward, reward_function)
-    if config.evaluation.data is None:
+    tokenizer = read_tokenizer(config.model)
+    prompts = read_held_out(config.evaluation, tokenizer, config.reward, reward_function)
+    if prompts is None:
         raise ConfigError("evaluation.data: nothing to evaluate on; give evaluation.data.files=[...]")
-    tokenizer = load_tokenizer(config.model.tokenizer or model_directory(config.model.path or ""))
-    runtime = start_runtime(config.runtime)
-    try:
-        model = ModelSpec(config.model, config.numerics, 0, worker_threads(config.runtime, config.numerics))
+    model = model_spec(config.model, config.runtime, config.numerics, seed=0)
+    with open_runtime(config.runtime) as runtime:
         generator = place_generator(runtime, model, config.rollout, config.evaluation.sampling)
         reward = RewardModel(runtime, config.reward, reward_function)
-        evaluator = build_evaluator(config.evaluation, tokenizer, generator, reward, runtime)
-        assert evaluator is not None, "evaluation.data is given"
+        evaluator = Evaluator(config.evaluation, prompts, tokenizer, generator, reward, runtime)
         samples, metrics = evaluator.run(step=0)
-    finally:
-        runtime.shutdown()
-    if config.output is not None:
-        samples.to_parquet(config.output)
+    _write(samples, config.output)
     return {"rows": samples.num_rows, **{name: metric.value for name, metric in metrics.items()}}
+
+
+def _write(samples: Batch, output: str | None) -> None:
+    if output is not None:
+        samples.to_parquet(output)
 
 
 def run_export(config: ExportConfig) -> str:

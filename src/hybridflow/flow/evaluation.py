@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from hybridflow.batch import Batch
-from hybridflow.config import Field, settings
-from hybridflow.data import DataSettings
+from hybridflow.config import ConfigError, Field, settings
+from hybridflow.data import DataSettings, chat_stop_ids, read_prompts
 from hybridflow.observability.phases import phase
+from hybridflow.rewards import RewardSettings, check_reward
 from hybridflow.roles.generator import Generator
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import Runtime
@@ -15,26 +20,62 @@ from hybridflow.types import Metrics, RowState, SamplingParams, mean, total
 
 
 @settings
-class EvaluationSettings:
-    """When and on what the policy is evaluated."""
+class HeldOutSettings:
+    """What a policy is evaluated on, and how it answers."""
 
     data: DataSettings | None = None
     """Held-out rows with prompts; null evaluates nothing."""
-    every_steps: int = Field(default=0, ge=0)
-    """Steps between evaluations; 0 evaluates after the last step alone."""
     max_prompts: int = Field(default=0, ge=0)
     """Takes the first this many rows; 0 takes all."""
     sampling: SamplingParams = Field(default_factory=lambda: SamplingParams(temperature=0.0))
     """How responses are drawn; greedy by default."""
+
+
+@settings
+class EvaluationSettings(HeldOutSettings):
+    """When the policy is evaluated during a run, and what ends it."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0 evaluates after the last step alone."""
     stop_at: float | None = None
     """Ends the run when the mean reward of an evaluation reaches this; null never does."""
+
+
+def read_held_out(
+    settings: HeldOutSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    reward: RewardSettings | None,
+    reward_function: Callable[..., Any] | None,
+) -> Batch | None:
+    """The held-out prompts, or None where the settings name no data.
+
+    Raises ConfigError if they cannot be read, or if no reward can score them.
+    """
+    if settings.data is None:
+        return None
+    if reward is None and reward_function is None:
+        raise ConfigError(
+            "reward.function: evaluation.data is given, and nothing says what its responses are worth; name a reward"
+        )
+    prompts = read_prompts(settings.data, tokenizer, max_rows=settings.max_prompts)
+    own = set(prompts.column_names) - {"prompt_id", "group_id", "prompt_tokens", "prompt"}
+    check_reward(reward or RewardSettings(), reward_function, sorted(own))
+    return prompts
 
 
 class Evaluator:
     """Generates for all held-out prompts and averages their rewards."""
 
-    def __init__(self, settings: EvaluationSettings, prompts: Batch, policy: Generator, reward: RewardModel, runtime: Runtime) -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        settings: HeldOutSettings,
+        prompts: Batch,
+        tokenizer: PreTrainedTokenizerBase,
+        policy: Generator,
+        reward: RewardModel,
+        runtime: Runtime,
+    ) -> None:
+        self._sampling = settings.sampling.also_stopping_on(chat_stop_ids(tokenizer, settings.data))
         self._prompts = prompts
         self._policy, self._reward, self._runtime = policy, reward, runtime
 
@@ -44,19 +85,14 @@ class Evaluator:
         A row that failed counts as reward 0 here and is told in `eval/failed`: dropping it would flatter the policy.
         """
         with phase("evaluate"):
-            samples = self._policy.rollout(self._prompts, step=step, sampling=self.settings.sampling)
+            samples = self._policy.rollout(self._prompts, step=step, sampling=self._sampling)
             scores = self._reward.score(samples)
         batch = self._runtime.get(samples).merge(self._runtime.get(scores))
         rewards = batch.numpy("reward")
         failed = np.isnan(rewards) | (batch.numpy("state") == RowState.FAILED)
-        metrics = {
+        tokens = int(batch.ragged("loss_mask").values.sum())
+        return batch, {
             "eval/reward_mean": mean(float(np.where(failed, 0.0, rewards).mean()), batch.num_rows),
             "eval/failed": total(int(failed.sum())),
-            "eval/response_length_mean": mean(batch.ragged("loss_mask").values.sum().item() / batch.num_rows, batch.num_rows),
+            "eval/response_length_mean": mean(tokens / batch.num_rows, batch.num_rows),
         }
-        return batch, metrics
-
-    def reached(self, metrics: Metrics) -> bool:
-        """Whether the run may end here."""
-        return self.settings.stop_at is not None and metrics["eval/reward_mean"].value >= self.settings.stop_at
-

@@ -10,14 +10,16 @@ from typing import Any, Protocol
 
 from hybridflow.checkpoint import Checkpoint, CheckpointWriter, newest_checkpoint, open_checkpoint, prune
 from hybridflow.config import ConfigError, Field, settings
-from hybridflow.flow.evaluation import Evaluator
+from hybridflow.flow.evaluation import EvaluationSettings, Evaluator
 from hybridflow.observability.phases import phase, phase_times, set_step
 from hybridflow.observability.progress import ProgressBar
 from hybridflow.observability.run import RunDirectory, RunSettings
 from hybridflow.roles.actor import Actor
-from hybridflow.runtime.api import Runtime
+from hybridflow.roles.policy import ModelSettings, ModelSpec
+from hybridflow.runtime.api import Runtime, RuntimeSettings
+from hybridflow.runtime.start import worker_threads
 from hybridflow.train_engine import TrainSettings
-from hybridflow.types import Metrics, MetricsRef, Span, last, maximum
+from hybridflow.types import Metrics, MetricsRef, Numerics, Span, last, maximum
 
 
 @settings
@@ -58,6 +60,7 @@ class Job:
         config_yaml: str,
         num_steps: int,
         checkpoint: CheckpointSettings,
+        evaluation: EvaluationSettings,
         runtime: Runtime,
         actor: Actor,
         evaluator: Evaluator | None,
@@ -67,10 +70,9 @@ class Job:
     ) -> None:
         self.run, self.runtime, self.actor = run, runtime, actor
         self.num_steps = num_steps
-        self.last_metrics: Metrics = {}
-        self._checkpoint, self._evaluator, self._data = checkpoint, evaluator, data
+        self._checkpoint, self._evaluation, self._evaluator, self._data = checkpoint, evaluation, evaluator, data
+        self._last_evaluation: float | None = None
         self._progress = ProgressBar(run.path.name, num_steps, shown, enabled=run.settings.progress)
-        self._ended = False
         self._done_steps = self._resume(resume_from)
         run.open(config_yaml, resume_step=self._done_steps, sources=sources)
 
@@ -79,11 +81,13 @@ class Job:
         with self._progress:
             self._step_started_s = time.perf_counter()
             for step in range(self._done_steps + 1, self.num_steps + 1):
-                if self._ended:
+                if self._ended():
                     break
                 set_step(step)
                 yield step
-        self.runtime.get(self.actor.export(self.run.model))
+        with phase("export"):
+            self.runtime.get(self.actor.export(self.run.model))
+        self.run.log_phases(self.runtime.spans())
 
     def close_step(self, step: int, metrics: MetricsRef) -> None:
         """Waits for the step's metrics, evaluates and saves when due, and writes it all down."""
@@ -91,38 +95,41 @@ class Job:
         values |= self._data.metrics()
         is_last = self._data.exhausted or step == self.num_steps
         values |= self._evaluate(step, is_last)
-        self._ended = self._ended or self._data.exhausted
         spans = self.runtime.spans()
         values |= {f"time/{name}_s": last(seconds) for name, seconds in phase_times(spans).items()}
         values |= self._time_step(values, spans)
         self.run.log_phases(spans)
         self.run.log_metrics(step, values)
-        self._done_steps, self.last_metrics = step, self.last_metrics | values
-        if is_last or self._ended or _due(step, self._checkpoint.every_steps):
+        if is_last or self._ended() or _due(step, self._checkpoint.every_steps):
             self.save(step)
-        self._progress.update(step, self.last_metrics)
+        self._progress.update(step, values)
 
     def save(self, step: int) -> None:
         """A checkpoint of all state after `step` steps."""
         with phase("save"), CheckpointWriter(self.run.checkpoints, step) as writer:
             entry = self.runtime.get(self.actor.save(writer.shard_path("actor", 0)))
-            writer.commit([entry], {"step": step, "ended": self._ended, "data": self._data.state()})
+            writer.commit([entry], {"step": step, "last_evaluation": self._last_evaluation, "data": self._data.state()})
         prune(self.run.checkpoints, keep=self._checkpoint.keep)
 
     def result(self) -> dict[str, Any]:
         """Where the run is and its last metrics."""
-        return {"run": str(self.run.path), **{name: metric.value for name, metric in sorted(self.last_metrics.items())}}
+        return {"run": str(self.run.path), **self.run.last_values()}
 
     def close(self) -> None:
         """Ends what the run holds open; the workers end with the runtime."""
         self.run.close()
 
     def _evaluate(self, step: int, is_last: bool) -> Metrics:
-        if self._evaluator is None or not (is_last or _due(step, self._evaluator.settings.every_steps)):
+        if self._evaluator is None or not (is_last or _due(step, self._evaluation.every_steps)):
             return {}
         _, metrics = self._evaluator.run(step)
-        self._ended = self._evaluator.reached(metrics)
+        self._last_evaluation = metrics["eval/reward_mean"].value
         return metrics
+
+    def _ended(self) -> bool:
+        """Whether there is no more to do before `num_steps`: the data has ended, or an evaluation has reached its goal."""
+        goal, reached = self._evaluation.stop_at, self._last_evaluation
+        return self._data.exhausted or (goal is not None and reached is not None and reached >= goal)
 
     def _time_step(self, values: Metrics, spans: list[Span]) -> Metrics:
         now_s = time.perf_counter()
@@ -138,7 +145,7 @@ class Job:
             return 0
         self.runtime.get(self.actor.load(checkpoint.path))
         self._data.load_state(checkpoint.state["data"])
-        self._ended = checkpoint.state["ended"]
+        self._last_evaluation = checkpoint.state["last_evaluation"]
         return checkpoint.step
 
 
@@ -161,6 +168,11 @@ def find_run(settings: RunSettings, kind: str, checkpoint: CheckpointSettings) -
     if path is not None:
         return run, open_checkpoint(Path(path))
     return run, newest_checkpoint(run.checkpoints) if mode == "auto" else None
+
+
+def model_spec(settings: ModelSettings, runtime: RuntimeSettings, numerics: Numerics, seed: int) -> ModelSpec:
+    """What a worker of this run builds its model from."""
+    return ModelSpec(settings, numerics, seed, worker_threads(runtime, numerics))
 
 
 def train_over(train: TrainSettings, total_steps: int) -> TrainSettings:

@@ -14,7 +14,7 @@ from typing import Any
 from hybridflow.config import Field, load_config, settings
 from hybridflow.data import DataSettings, build_character_tokenizer
 from hybridflow.flow.commands import EvalConfig, run_eval, run_rl, run_sft
-from hybridflow.flow.evaluation import EvaluationSettings
+from hybridflow.flow.evaluation import HeldOutSettings
 from hybridflow.flow.rl_job import RLConfig
 from hybridflow.flow.sft_job import SFTConfig
 from hybridflow.roles.policy import ModelSettings
@@ -136,7 +136,7 @@ def _accuracy(config: QuickstartConfig, model: str, file: str, rl: RLConfig) -> 
     result = run_eval(
         EvalConfig(
             model=ModelSettings(path=model, device=_device(config)),
-            evaluation=EvaluationSettings(
+            evaluation=HeldOutSettings(
                 data=DataSettings(files=(file,), prompt_column="prompt"), sampling=rl.evaluation.sampling
             ),
             reward=rl.reward,

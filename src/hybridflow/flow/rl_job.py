@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridflow.algorithms import GRPO, GRPOSettings, resolve_advantage_function
+from transformers import PreTrainedTokenizerBase
+
+from hybridflow.algorithms import GRPO, GRPOSettings
 from hybridflow.batch import Batch
+from hybridflow.checkpoint import Checkpoint
 from hybridflow.config import ConfigError, Field, settings, to_yaml
-from hybridflow.data import DataSettings, PromptPool, chat_stop_ids, read_prompts
-from hybridflow.flow.evaluation import EvaluationSettings, Evaluator
-from hybridflow.flow.job import CheckpointSettings, Job, find_run, train_over
-from hybridflow.models import load_tokenizer
-from hybridflow.observability.run import RunSettings
+from hybridflow.data import DataSettings, PromptPool, chat_stop_ids
+from hybridflow.flow.evaluation import EvaluationSettings, Evaluator, read_held_out
+from hybridflow.flow.job import CheckpointSettings, Job, find_run, model_spec, train_over
+from hybridflow.observability.run import RunDirectory, RunSettings
 from hybridflow.rewards import RewardSettings, check_reward, source_hash
 from hybridflow.roles.actor import Actor, ActorSpec
-from hybridflow.roles.generator import Generator, RolloutSettings
-from hybridflow.roles.policy import ModelSettings, ModelSpec, check_model, model_directory
+from hybridflow.roles.generator import RolloutSettings
+from hybridflow.roles.policy import ModelSettings, ModelSpec, check_model, read_tokenizer
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import Runtime, RuntimeSettings
-from hybridflow.runtime.start import worker_threads
 from hybridflow.train_engine import TrainSettings
 from hybridflow.types import BatchRef, MetricsRef, Numerics, SamplingParams
 
@@ -68,8 +69,53 @@ class RLConfig:
     """Where results go."""
 
 
-def check_rl(config: RLConfig) -> None:
-    """Raises ConfigError for whatever can be seen to be wrong before any process starts."""
+@dataclass(frozen=True)
+class RLInputs:
+    """What a run needs that is read and checked before any worker starts."""
+
+    run: RunDirectory
+    resume_from: Checkpoint | None
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptPool
+    held_out: Batch | None
+    algorithm: GRPO
+    sampling: SamplingParams
+    reward_function: Callable[..., Any] | None
+    sources: dict[str, str]
+
+
+def read_rl_inputs(
+    config: RLConfig,
+    *,
+    reward_function: Callable[..., Any] | None = None,
+    advantage_function: Callable[..., Any] | None = None,
+) -> RLInputs:
+    """Reads and checks all that can be before a worker starts. Raises ConfigError for what is wrong."""
+    _check_settings(config)
+    run, resume_from = find_run(config.run, "rl", config.checkpoint)
+    tokenizer = read_tokenizer(config.model)
+    prompts = PromptPool(config.data, tokenizer, seed=config.seed)
+    check_reward(config.reward, reward_function, prompts.column_names)
+    functions = {
+        "reward": reward_function or config.reward.function,
+        "advantages": advantage_function or config.algorithm.advantage_function,
+    }
+    return RLInputs(
+        run=run,
+        resume_from=resume_from,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        held_out=read_held_out(config.evaluation, tokenizer, config.reward, reward_function),
+        algorithm=GRPO(
+            config.algorithm, temperature=config.sampling.temperature, advantage_function=advantage_function
+        ),
+        sampling=config.sampling.keyed_by(config.seed).also_stopping_on(chat_stop_ids(tokenizer, config.data)),
+        reward_function=reward_function,
+        sources={name: source_hash(function) for name, function in functions.items() if function is not None},
+    )
+
+
+def _check_settings(config: RLConfig) -> None:
     check_model(config.model, config.numerics)
     if config.reference is not None:
         check_model(config.reference, config.numerics, "reference")
@@ -88,8 +134,6 @@ def check_rl(config: RLConfig) -> None:
             "sampling.samples_per_prompt: 1 leaves a group without siblings to compare with, and nothing is learned; "
             "set it to 2 or more, e.g. 8"
         )
-    if config.algorithm.advantage_function is not None:
-        resolve_advantage_function(config.algorithm.advantage_function)
     if config.updates_per_step > config.prompts_per_step:
         raise ConfigError(
             f"updates_per_step: {config.updates_per_step} is more than prompts_per_step={config.prompts_per_step}; "
@@ -100,37 +144,27 @@ def check_rl(config: RLConfig) -> None:
 class RLJob(Job):
     """A run of reinforcement learning: roles, prompts and the algorithm for the loop, and what every run has."""
 
-    def __init__(
-        self,
-        config: RLConfig,
-        runtime: Runtime,
-        *,
-        reward_function: Callable[..., Any] | None = None,
-        advantage_function: Callable[..., Any] | None = None,
-    ) -> None:
-        self.config = config
-        run, resume_from = find_run(config.run, "rl", config.checkpoint)
-        tokenizer = load_tokenizer(config.model.tokenizer or model_directory(config.model.path or ""))
-        self.prompts = PromptPool(config.data, tokenizer, seed=config.seed)
-        check_reward(config.reward, reward_function, self.prompts.column_names)
-        model = ModelSpec(config.model, config.numerics, config.seed, worker_threads(config.runtime, config.numerics))
-        sampling = config.sampling.keyed_by(config.seed).also_stopping_on(chat_stop_ids(tokenizer, config.data))
-        spec = ActorSpec(model, train_over(config.train, config.steps * config.updates_per_step), config.rollout, config.updates_per_step)
-        actor = Actor(runtime, spec, sampling)
-        reward = RewardModel(runtime, config.reward, reward_function)
-        self.algorithm = GRPO(config.algorithm, temperature=sampling.temperature, advantage_function=advantage_function)
+    def __init__(self, config: RLConfig, inputs: RLInputs, runtime: Runtime) -> None:
+        self.config, self.prompts, self.algorithm = config, inputs.prompts, inputs.algorithm
+        model = model_spec(config.model, config.runtime, config.numerics, config.seed)
+        train = train_over(config.train, config.steps * config.updates_per_step)
+        actor = Actor(runtime, ActorSpec(model, train, config.rollout, config.updates_per_step), inputs.sampling)
+        reward = RewardModel(runtime, config.reward, inputs.reward_function)
         self.scorers = self._build_scorers(actor, reward, runtime, model)
         super().__init__(
-            run=run,
-            resume_from=resume_from,
+            run=inputs.run,
+            resume_from=inputs.resume_from,
             config_yaml=to_yaml(config),
             num_steps=config.steps,
             checkpoint=config.checkpoint,
+            evaluation=config.evaluation,
             runtime=runtime,
             actor=actor,
-            evaluator=build_evaluator(config.evaluation, tokenizer, actor, reward, runtime),
-            data=self.prompts,
-            sources=_hash_sources(reward=reward_function or config.reward.function, advantages=advantage_function),
+            evaluator=None
+            if inputs.held_out is None
+            else Evaluator(config.evaluation, inputs.held_out, inputs.tokenizer, actor, reward, runtime),
+            data=inputs.prompts,
+            sources=inputs.sources,
             shown=SHOWN,
         )
 
@@ -150,31 +184,13 @@ class RLJob(Job):
         scorers: dict[str, Callable[[BatchRef], BatchRef]] = {"reward": reward.score}
         columns = self.algorithm.loss.columns
         if "ref_logprobs" in columns:
-            spec = ModelSpec(self.config.reference or self.config.model, model.numerics, model.seed, model.threads)
             reference = Reference(
-                runtime, spec,
+                runtime,
+                replace(model, settings=self.config.reference or self.config.model),
                 micro_batch_tokens=self.config.train.micro_batch_tokens,
                 temperature=self.config.sampling.temperature,
-            )  # fmt: skip
+            )
             scorers["reference"] = reference.log_prob
         if "trainer_logprobs" in columns:
             scorers["trainer"] = actor.log_prob
         return scorers
-
-
-def _hash_sources(**functions: Any) -> dict[str, str]:
-    """Which code of the user's took part: the hash of each function's source, for those that are given."""
-    return {name: source_hash(function) for name, function in functions.items() if function is not None}
-
-
-def build_evaluator(
-    settings: EvaluationSettings, tokenizer: Any, policy: Generator, reward: RewardModel | None, runtime: Runtime
-) -> Evaluator | None:
-    """An evaluator, or None where the settings name no data."""
-    if settings.data is None:
-        return None
-    if reward is None:
-        raise ConfigError("reward.function: evaluation.data is given, and nothing says what its responses are worth; name a reward")
-    prompts = read_prompts(settings.data, tokenizer, max_rows=settings.max_prompts)
-    sampling = settings.sampling.also_stopping_on(chat_stop_ids(tokenizer, settings.data))
-    return Evaluator(replace(settings, sampling=sampling), prompts, policy, reward, runtime)

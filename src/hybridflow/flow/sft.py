@@ -12,4 +12,4 @@ def train(job: SFTJob) -> None:
         rows = job.rows.take(job.config.rows_per_step)
         with phase("update"):
             metrics = job.actor.update(job.loss(rows))
-        job.after_step(step, metrics)
+        job.close_step(step, metrics)

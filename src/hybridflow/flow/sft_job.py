@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from hybridflow.algorithms import SFTLoss, keep_all
 from hybridflow.batch import Batch
+from hybridflow.checkpoint import Checkpoint
 from hybridflow.config import Field, settings, to_yaml
 from hybridflow.data import DataSettings, SFTLoader
-from hybridflow.flow.evaluation import EvaluationSettings
-from hybridflow.flow.job import CheckpointSettings, Job, find_run, train_over
-from hybridflow.flow.rl_job import build_evaluator
-from hybridflow.models import load_tokenizer
-from hybridflow.observability.run import RunSettings
-from hybridflow.rewards import RewardSettings, check_reward
+from hybridflow.flow.evaluation import EvaluationSettings, Evaluator, read_held_out
+from hybridflow.flow.job import CheckpointSettings, Job, find_run, model_spec, train_over
+from hybridflow.observability.run import RunDirectory, RunSettings
+from hybridflow.rewards import RewardSettings, source_hash
 from hybridflow.roles.actor import Actor, ActorSpec
 from hybridflow.roles.generator import RolloutSettings
-from hybridflow.roles.policy import ModelSettings, ModelSpec, check_model, model_directory
+from hybridflow.roles.policy import ModelSettings, check_model, read_tokenizer
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import Runtime, RuntimeSettings
-from hybridflow.runtime.start import worker_threads
 from hybridflow.train_engine import TrainSettings
-from hybridflow.types import MetricsRef, Numerics, Objective, SamplingParams
+from hybridflow.types import Numerics, Objective, SamplingParams
 
 SHOWN = ("sft/loss", "eval/reward_mean", "train/lr", "time/step_s")
 
@@ -59,42 +60,62 @@ class SFTConfig:
     """Where results go."""
 
 
-def check_sft(config: SFTConfig, reward_function: Callable[..., Any] | None = None) -> None:
-    """Raises ConfigError for whatever can be seen to be wrong before any process starts."""
+@dataclass(frozen=True)
+class SFTInputs:
+    """What a run needs that is read and checked before any worker starts."""
+
+    run: RunDirectory
+    resume_from: Checkpoint | None
+    tokenizer: PreTrainedTokenizerBase
+    rows: SFTLoader
+    held_out: Batch | None
+    reward_function: Callable[..., Any] | None
+    sources: dict[str, str]
+
+
+def read_sft_inputs(config: SFTConfig, *, reward_function: Callable[..., Any] | None = None) -> SFTInputs:
+    """Reads and checks all that can be before a worker starts. Raises ConfigError for what is wrong."""
     check_model(config.model, config.numerics)
-    if config.reward is not None:
-        check_reward(config.reward, reward_function)
+    run, resume_from = find_run(config.run, "sft", config.checkpoint)
+    tokenizer = read_tokenizer(config.model)
+    function = reward_function or (config.reward and config.reward.function)
+    return SFTInputs(
+        run=run,
+        resume_from=resume_from,
+        tokenizer=tokenizer,
+        rows=SFTLoader(config.data, tokenizer, seed=config.seed),
+        held_out=read_held_out(config.evaluation, tokenizer, config.reward, reward_function),
+        reward_function=reward_function,
+        sources={"reward": source_hash(function)} if function else {},
+    )
 
 
 class SFTJob(Job):
     """A run of supervised fine-tuning: the model, its rows, and what every run has."""
 
-    def __init__(self, config: SFTConfig, runtime: Runtime, *, reward_function: Callable[..., Any] | None = None) -> None:
-        self.config = config
-        run, resume_from = find_run(config.run, "sft", config.checkpoint)
-        tokenizer = load_tokenizer(config.model.tokenizer or model_directory(config.model.path or ""))
-        self.rows = SFTLoader(config.data, tokenizer, seed=config.seed)
-        model = ModelSpec(config.model, config.numerics, config.seed, worker_threads(config.runtime, config.numerics))
+    def __init__(self, config: SFTConfig, inputs: SFTInputs, runtime: Runtime) -> None:
+        self.config, self.rows = config, inputs.rows
+        model = model_spec(config.model, config.runtime, config.numerics, config.seed)
         actor = Actor(runtime, ActorSpec(model, train_over(config.train, config.steps), config.rollout), SamplingParams())
-        reward = RewardModel(runtime, config.reward, reward_function) if config.reward else None
+        evaluator = None
+        if inputs.held_out is not None:
+            reward = RewardModel(runtime, config.reward or RewardSettings(), inputs.reward_function)
+            evaluator = Evaluator(config.evaluation, inputs.held_out, inputs.tokenizer, actor, reward, runtime)
         super().__init__(
-            run=run,
-            resume_from=resume_from,
+            run=inputs.run,
+            resume_from=inputs.resume_from,
             config_yaml=to_yaml(config),
             num_steps=config.steps,
             checkpoint=config.checkpoint,
+            evaluation=config.evaluation,
             runtime=runtime,
             actor=actor,
-            evaluator=build_evaluator(config.evaluation, tokenizer, actor, reward, runtime),
-            data=self.rows,
-            sources={},
+            evaluator=evaluator,
+            data=inputs.rows,
+            sources=inputs.sources,
             shown=SHOWN,
         )
 
     def loss(self, rows: Batch) -> Objective:
         """Mean negative log-likelihood of the counted tokens."""
         return Objective(rows, (), keep_all, SFTLoss())
-
-    def after_step(self, step: int, metrics: MetricsRef) -> None:
-        """Everything that `close_step` does."""
-        self.close_step(step, metrics)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridflow.flow.commands import run_rl, run_sft
 from hybridflow.flow.rl_job import RLConfig
 from hybridflow.flow.sft_job import SFTConfig
-from hybridflow.roles.policy import ModelSettings
 
 
 class RLTrainer:
@@ -55,11 +50,3 @@ class SFTTrainer:
         """Runs, or goes on with, the run; returns its directory (`run`) and its last metrics."""
         return run_sft(self.config, reward_function=self._reward)
 
-
-def settings_of_live_model(
-    module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: str | Path, settings: ModelSettings
-) -> ModelSettings:
-    """`settings` for a model that is already in memory: it travels as config and safetensors in `directory`, never as a pickle."""
-    module.save_pretrained(directory, safe_serialization=True)
-    tokenizer.save_pretrained(directory)
-    return dataclasses.replace(settings, path=str(directory), config=None)

@@ -22,6 +22,7 @@ class ProgressBar:
         self._title, self._total, self._shown, self._enabled = title, total_steps, shown, enabled
         self._live = enabled and self._console.is_terminal
         self._last_line_s = 0.0
+        self._latest: dict[str, Metric] = {}
         columns = (
             TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TextColumn("eta"), TimeRemainingColumn(), TextColumn("{task.fields[values]}"),
@@ -37,7 +38,9 @@ class ProgressBar:
         self._bar.stop()
 
     def update(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Says that `step` steps are done."""
+        """Says that `step` steps are done. A metric that does not come with every step keeps its last value."""
+        self._latest |= metrics
+        metrics = self._latest
         values = "  ".join(f"{name} {metrics[name].value:.4g}" for name in self._shown if name in metrics)
         self._bar.update(self._task, completed=step, values=values)
         now_s = time.monotonic()

@@ -86,6 +86,14 @@ class RunDirectory:
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
 
+    def last_values(self) -> dict[str, float | None]:
+        """The latest value of every metric of the run, over all its steps."""
+        values: dict[str, float | None] = {}
+        path = self.path / "metrics.jsonl"
+        for line in path.read_text().splitlines() if path.exists() else ():
+            values |= json.loads(line)
+        return {name: value for name, value in sorted(values.items()) if name != "step"}
+
     def log_phases(self, spans: list[Span]) -> None:
         """Appends one line for each phase of each step among the spans: its seconds, and what its workers did."""
         for step, name in dict.fromkeys((span.step, span.phase) for span in spans):

@@ -14,8 +14,6 @@ from hybridflow.types import BatchRef, SamplingParams
 class RolloutSettings:
     """How samples are generated."""
 
-    engine: str = Field(default="native", pattern="^native$")
-    """`native` runs on the trainer's own weights and needs only torch."""
     native: NativeSettings = Field(default_factory=NativeSettings)
     """Limits of the native engine."""
     chunks: int = Field(default=1, ge=1)

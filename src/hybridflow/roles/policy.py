@@ -81,6 +81,11 @@ def model_directory(path: str, key: str = "model") -> Path:
     )
 
 
+def read_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
+    """The tokenizer that goes with a model, without the model."""
+    return load_tokenizer(settings.tokenizer or model_directory(settings.path or ""))
+
+
 def build_policy(spec: ModelSpec) -> Policy:
     """Loads or makes the model, on its device, in its numbers."""
     pin_numerics(spec.numerics, spec.threads)
@@ -89,7 +94,7 @@ def build_policy(spec: ModelSpec) -> Policy:
     device = torch.device(resolve_device(chosen.device))
     dtype = resolve_dtype(chosen.dtype, device)
     if chosen.config is not None:
-        tokenizer = load_tokenizer(chosen.tokenizer or "")
+        tokenizer = read_tokenizer(chosen)
         values = _config_from(tokenizer) | chosen.config
         model = fresh_model(values, seed=spec.seed, device=device, dtype=dtype, numerics=spec.numerics)
         return Policy(model, tokenizer)
@@ -97,7 +102,7 @@ def build_policy(spec: ModelSpec) -> Policy:
     model = load_model(
         directory, device=device, dtype=dtype, numerics=spec.numerics, trust_remote_code=chosen.trust_remote_code
     )
-    return Policy(model, load_tokenizer(chosen.tokenizer or directory))
+    return Policy(model, read_tokenizer(chosen))
 
 
 def _config_from(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -74,16 +74,16 @@ class RayRuntime:
     def get(self, value: Any) -> Any:
         """See `Runtime.get`."""
         starting, self._starting = self._starting, []
-        self._wait(starting, self._settings.start_timeout_s)
+        self._wait(starting, self._settings.start_timeout_s, suspects=starting)
         skeleton, refs = flatten_refs(value)
-        return restore_refs(skeleton, self._wait(refs, self._settings.call_timeout_s))
+        return restore_refs(skeleton, self._wait(refs, self._settings.call_timeout_s, suspects=[*self._spans, *refs]))
 
     def spans(self) -> list[Span]:
         """See `Runtime.spans`."""
         pending = set(self._unfinished(self._spans))
         ended = [ref for ref in self._spans if ref not in pending]
         self._spans = [ref for ref in self._spans if ref in pending]
-        return self._wait(ended, self._settings.call_timeout_s)
+        return self._wait(ended, self._settings.call_timeout_s, suspects=ended)
 
     def shutdown(self) -> None:
         """See `Runtime.shutdown`."""
@@ -93,7 +93,8 @@ class RayRuntime:
         if self._owns_cluster and ray.is_initialized():
             ray.shutdown()
 
-    def _wait(self, refs: list[Ref[Any]], timeout_s: float) -> list[Any]:
+    def _wait(self, refs: list[Ref[Any]], timeout_s: float, suspects: list[Ref[Any]]) -> list[Any]:
+        """The values, or WorkerError naming the first of the suspects (in order of submission) that failed."""
         try:
             return ray.get([ref.handle for ref in refs], timeout=timeout_s)
         except GetTimeoutError:
@@ -103,9 +104,9 @@ class RayRuntime:
                 "runtime.call_timeout_s (runtime.start_timeout_s for a start)"
             ) from None
         except RayTaskError as error:
-            raise WorkerError(f"{self._failed(refs)} failed: {error.cause!r}\n{_plain(error)}") from None
+            raise WorkerError(f"{_first_failed(suspects)} failed: {error.cause!r}\n{_plain(error)}") from None
         except RayActorError as error:
-            raise WorkerError(f"{self._failed(refs)} lost its worker: {_plain(error)}") from None
+            raise WorkerError(f"{_first_failed(suspects)} lost its worker: {_plain(error)}") from None
 
     def _unfinished(self, refs: list[Ref[Any]]) -> list[Ref[Any]]:
         if not refs:
@@ -114,16 +115,17 @@ class RayRuntime:
         missing = set(pending)
         return [ref for ref in refs if ref.handle in missing]
 
-    def _failed(self, refs: list[Ref[Any]]) -> Call:
-        """The first call that failed by itself. A call whose inputs failed fails as well, and is not the one to name."""
-        for ref in refs:
-            try:
-                ray.get(ref.handle, timeout=0)
-            except GetTimeoutError:
-                continue
-            except (RayTaskError, RayActorError):
-                return ref.call
-        return refs[0].call
+
+def _first_failed(refs: list[Ref[Any]]) -> Call:
+    """The call that failed by itself: one whose inputs failed fails as well, but was submitted after it."""
+    for ref in refs:
+        try:
+            ray.get(ref.handle, timeout=0)
+        except GetTimeoutError:
+            continue
+        except (RayTaskError, RayActorError):
+            return ref.call
+    return refs[0].call
 
 
 def _worker_environment() -> dict[str, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 from hybridflow.config import ConfigError
 from hybridflow.runtime.api import Runtime, RuntimeSettings
@@ -21,6 +23,16 @@ def start_runtime(settings: RuntimeSettings) -> Runtime:
             raise
         raise ConfigError("runtime.kind: 'ray' needs the package ray; pip install 'hybridflow[ray]', or set runtime.kind=local") from None
     return RayRuntime(settings)
+
+
+@contextlib.contextmanager
+def open_runtime(settings: RuntimeSettings) -> Iterator[Runtime]:
+    """A runtime that is shut down on the way out, however that is left."""
+    runtime = start_runtime(settings)
+    try:
+        yield runtime
+    finally:
+        runtime.shutdown()
 
 
 def worker_threads(settings: RuntimeSettings, numerics: Numerics) -> int:
