@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -19,7 +20,8 @@ from hybridflow.cli.main import main
 from hybridflow.config import ConfigError, load_config
 from hybridflow.flow.quickstart import write_sums
 from hybridflow.flow.rl_job import RLConfig
-from hybridflow.flow.trainer import RLTrainer
+from hybridflow.flow.sft_job import SFTConfig
+from hybridflow.flow.trainer import RLTrainer, SFTTrainer
 
 MODEL = (
     "{model_type: qwen3, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 4, "
@@ -185,3 +187,34 @@ def test_a_used_name_is_not_written_over(place: Path) -> None:
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"run.name: .*holds checkpoints and resume_mode is 'never'"):
         RLTrainer(config).train()
+
+
+def test_sft_from_python_is_evaluated_by_a_live_function(place: Path, tmp_path: Path) -> None:
+    config = load_config(
+        SFTConfig,
+        config_name="sft",
+        overrides=[
+            f"model.path={place / 'runs/default/first'}", f"data.files=[{place / 'train.jsonl'}]", "data.response_column=answer",
+            "steps=1", f"evaluation.data.files=[{place / 'test.jsonl'}]", "evaluation.sampling.max_new_tokens=3",
+            f"run={{directory: {tmp_path}, name: live, progress: false, tensorboard: false}}",
+        ],
+    )  # fmt: skip
+    result = SFTTrainer(config, reward=lambda response: 0.5).train()
+    assert result["eval/reward_mean"] == 0.5
+    with pytest.raises(ConfigError, match=r"reward.function: evaluation.data is given"):
+        SFTTrainer(dataclasses.replace(config, run=dataclasses.replace(config.run, name="none"))).train()
+
+
+def test_a_run_that_reached_its_goal_goes_on_when_the_goal_is_raised(place: Path, tmp_path: Path) -> None:
+    def train(stop_at: float) -> int:
+        overrides = [
+            f"model.path={place / 'runs/default/first'}", f"data.files=[{place / 'train.jsonl'}]", "data.response_column=answer",
+            "steps=3", f"evaluation.data.files=[{place / 'test.jsonl'}]", "evaluation.sampling.max_new_tokens=3",
+            "evaluation.every_steps=1", f"evaluation.stop_at={stop_at}",
+            f"run={{directory: {tmp_path}, name: goal, progress: false, tensorboard: false}}",
+        ]  # fmt: skip
+        config = load_config(SFTConfig, config_name="sft", overrides=overrides)
+        run = Path(SFTTrainer(config, reward=lambda response: 0.5).train()["run"])
+        return len((run / "metrics.jsonl").read_text().splitlines())
+
+    assert [train(0.4), train(0.4), train(0.9)] == [1, 1, 3]
