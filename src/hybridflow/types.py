@@ -54,7 +54,7 @@ class SamplingParams:
     """Goes on after an end-of-sequence id (for measurements); `stop_token_ids` still stop."""
     samples_per_prompt: int = Field(default=1, ge=1)
     """Samples drawn for each prompt: the size of a group."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Key of the draws, together with step, group, sample and position; 0 takes the run's own seed."""
 
     def keyed_by(self, seed: int) -> SamplingParams:

@@ -22,6 +22,7 @@ from hybridflow.flow.quickstart import write_sums
 from hybridflow.flow.rl_job import RLConfig
 from hybridflow.flow.sft_job import SFTConfig
 from hybridflow.flow.trainer import RLTrainer, SFTTrainer
+from hybridflow.observability.run import RunDirectory, RunSettings
 
 MODEL = (
     "{model_type: qwen3, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 4, "
@@ -218,3 +219,70 @@ def test_a_run_that_reached_its_goal_goes_on_when_the_goal_is_raised(place: Path
         return len((run / "metrics.jsonl").read_text().splitlines())
 
     assert [train(0.4), train(0.4), train(0.9)] == [1, 1, 3]
+
+
+def rl(place: Path, *arguments: str) -> Done:
+    usual = ["model.path=runs/default/first", "data.files=[train.jsonl]", "reward.function=my_reward.py:reward", "steps=1"]
+    small = ["prompts_per_step=4", "sampling.max_new_tokens=4", "sampling.samples_per_prompt=2", "run.tensorboard=false"]
+    return hybridflow("rl", *usual, *small, *arguments, cwd=place)
+
+
+@pytest.mark.parametrize("name", ["run.name=..", "run.name=.", "run.project=.."])
+def test_a_run_stays_inside_its_root(place: Path, name: str) -> None:
+    done = rl(place, name)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+
+
+def test_two_processes_do_not_write_one_run(place: Path) -> None:
+    held = RunDirectory(RunSettings(directory=str(place / "runs"), name="held", tensorboard=False), "rl")
+    held.open("", resume_step=0, sources={})
+    done = rl(place, "run.name=held")
+    assert done.returncode == 2
+    assert "is written by another process" in done.stderr
+    held.close()
+    assert rl(place, "run.name=held").returncode == 0
+
+
+def test_a_run_of_another_kind_is_not_gone_on_with(place: Path) -> None:
+    done = rl(place, "run.name=first")
+    assert done.returncode == 2
+    assert "is of a run of 'sft', which 'rl' cannot go on with" in done.stderr
+
+
+def test_ruined_weights_are_never_saved(place: Path) -> None:
+    huge = ["train.optimizer.lr=1e38", "algorithm.drop_constant_groups=false"]
+    done = rl(place, "run.name=ruined", "steps=3", "checkpoint.every_steps=1", *huge)
+    assert done.returncode == 1
+    assert "not finite" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert not (place / "runs" / "default" / "ruined" / "model").exists()
+
+
+def test_a_run_whose_rows_all_fail_stops_and_says_why(place: Path) -> None:
+    (place / "long.jsonl").write_text('{"prompt": "' + "1+2=" * 40 + '", "answer": "3"}\n')
+    done = rl(place, "run.name=long", "steps=20", "data.files=[long.jsonl]", "prompts_per_step=1")
+    assert done.returncode == 1
+    assert "every row has failed in 6 steps in a row" in done.stderr
+    (place / "bad.py").write_text("def reward(response: str) -> float:\n    raise ValueError('no verifier')\n")
+    scored = hybridflow(
+        "eval", "model.path=runs/default/first", "evaluation.data.files=[test.jsonl]", "reward.function=bad.py:reward", cwd=place
+    )  # fmt: skip
+    assert scored.returncode == 1
+    assert "every row of the evaluation failed; row 0 says: " in scored.stderr
+    assert "no verifier" in scored.stderr
+
+
+def test_a_row_beyond_the_context_stops_sft(place: Path) -> None:
+    done = hybridflow(
+        "sft", "model.path=runs/default/first", "data.files=[long.jsonl]", "data.response_column=answer", "steps=1", "run.name=beyond",
+        cwd=place,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "more than the model's context of 64; set data.max_tokens to 64 or less" in done.stderr
+
+
+def test_a_state_of_another_model_is_named(place: Path) -> None:
+    assert rl(place, "run.name=state").returncode == 0
+    done = rl(place, "run.name=state", "steps=2", "model.dtype=bfloat16")
+    assert done.returncode == 1
+    assert "resume with the same model, device and dtype" in done.stderr

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridflow.config import ConfigError
+from hybridflow.config import ConfigError, HybridflowError
 
 AdvantageFunction: TypeAlias = Callable[[NDArray[np.float64], NDArray[np.int64], NDArray[np.bool_]], Any]
 """`function(rewards_S, group_ids_S, ok_S) -> advantages_S`, finite floats.
@@ -88,6 +88,10 @@ def compute_group_advantages(
     return np.divide(advantages_S, groups.std_P[groups.index_S], out=np.zeros_like(advantages_S), where=used_S)
 
 
+class AdvantageError(HybridflowError, ValueError):
+    """An advantage function returned what cannot be trained on."""
+
+
 def compute_advantages(
     function: AdvantageFunction,
     rewards_S: NDArray[np.float64],
@@ -97,20 +101,20 @@ def compute_advantages(
     """What `function` says of the ok rows, checked, and 0 for all others: [S] float32.
 
     The function gets arrays of its own, and is not called when no row is ok.
-    Raises ValueError naming function and row if it returns another number of values, or one that is not finite.
+    Raises AdvantageError naming function and row if it returns another number of values, or one that is not finite.
     """
     if not ok_S.any():
         return np.zeros(ok_S.size, np.float32)
     hidden_S = np.where(ok_S, rewards_S, np.nan)
     returned = np.asarray(function(hidden_S, group_ids_S.copy(), ok_S.copy()), dtype=np.float64)
     if returned.shape != ok_S.shape:
-        raise ValueError(
+        raise AdvantageError(
             f"advantage function '{_name(function)}' returned shape {returned.shape} for {ok_S.size} rows: return one float per row"
         )
     advantages_S = np.where(ok_S, returned, 0.0).astype(np.float32)
     wrong = np.flatnonzero(~np.isfinite(advantages_S))
     if wrong.size:
-        raise ValueError(
+        raise AdvantageError(
             f"advantage function '{_name(function)}' returned {returned[wrong[0]]} at row {wrong[0]} (group {group_ids_S[wrong[0]]}): "
             "return finite float32 values, and leave rows out where the ok mask is False (their reward is NaN)"
         )

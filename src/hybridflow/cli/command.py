@@ -85,6 +85,12 @@ def print_json(result: dict[str, Any]) -> None:
     print(json.dumps({key: _finite(value) for key, value in result.items()}), flush=True)
 
 
+def print_result(result: dict[str, Any]) -> None:
+    """One line of JSON: where a run's files are, and the few of its last metrics that tell how it went."""
+    told = ("run", "model", "sft/loss", "reward/mean", "eval/reward_mean", "policy/kl_to_reference")
+    print_json({name: result[name] for name in told if name in result})
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}

@@ -6,7 +6,7 @@ from typing import Any
 
 from hybridflow.cli.command import Command
 
-SHOWN = ("prompt", "response", "finish_reason")
+SHOWN = ("prompt", "response", "finish_reason", "rollout_error")
 
 
 def load() -> tuple[type[Any], Callable[[Any], Any]]:
@@ -20,7 +20,7 @@ def print_samples(samples: Any) -> None:
     """One line of JSON a sample."""
     columns = [samples.pylist(name) for name in SHOWN]
     for row in zip(*columns, strict=True):
-        print(json.dumps(dict(zip(SHOWN, row, strict=True)), ensure_ascii=False))
+        print(json.dumps({name: value for name, value in zip(SHOWN, row, strict=True) if value is not None}, ensure_ascii=False))
 
 
 COMMAND = Command(

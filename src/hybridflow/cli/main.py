@@ -3,7 +3,9 @@
 import argparse
 import difflib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 from hybridflow import __version__
@@ -22,6 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _without_command(words)
     # A reward or advantage function of the user lies beside where the command is called, as with `python -m`.
     sys.path.insert(0, os.getcwd())
+    if threading.current_thread() is threading.main_thread():
+        # As Ctrl-C: workers and files are closed on the way out.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _run(COMMANDS[words[0]], words[1:])
     except KeyboardInterrupt:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from hybridflow.cli.command import Command, print_json
+from hybridflow.cli.command import Command, print_result
 
 
 def load() -> tuple[type[Any], Callable[[Any], Any]]:
@@ -23,5 +23,5 @@ COMMAND = Command(
         "hybridflow rl --config-path runs/default/first --config-name config steps=400",
     ),
     load=load,
-    show=print_json,
+    show=print_result,
 )

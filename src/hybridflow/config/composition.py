@@ -128,7 +128,8 @@ def _parse(text: str) -> Override:
         (override,) = OverridesParser.create().parse_overrides([text])
     except OverrideParseException:
         key, _, value = text.partition("=")
-        raise ConfigError(f"override '{text}' cannot be read; quote the value, as in '{key}=\"{value}\"'") from None
+        quoted = value.replace("[", '["').replace("]", '"]') if value.startswith("[") else f'"{value}"'
+        raise ConfigError(f"override '{text}' cannot be read; quote it for the shell and for itself, as in '{key}={quoted}'") from None
     if override.is_sweep_override():
         key, _, value = text.partition("=")
         raise ConfigError(

@@ -105,6 +105,7 @@ def run_generate(config: GenerateConfig) -> Batch:
     check_model(config.model, config.numerics)
     if not config.prompts and config.data is None:
         raise ConfigError('prompts: nothing to continue; give prompts=["..."] or data.files=[...]')
+    _check_output(config.output)
     tokenizer = read_tokenizer(config.model)
     prompts = read_prompts(config.data, tokenizer, texts=config.prompts)
     sampling = config.sampling.also_stopping_on(chat_stop_ids(tokenizer, config.data))
@@ -119,6 +120,7 @@ def run_generate(config: GenerateConfig) -> Batch:
 def run_eval(config: EvalConfig, *, reward_function: Callable[..., Any] | None = None) -> dict[str, Any]:
     """Mean reward and counts over the held-out rows."""
     check_model(config.model, config.numerics)
+    _check_output(config.output)
     tokenizer = read_tokenizer(config.model)
     prompts = read_held_out(config.evaluation, tokenizer, config.reward, reward_function)
     if prompts is None:
@@ -133,6 +135,11 @@ def run_eval(config: EvalConfig, *, reward_function: Callable[..., Any] | None =
     return {"rows": samples.num_rows, **{name: metric.value for name, metric in metrics.items()}}
 
 
+def _check_output(output: str | None) -> None:
+    if output is not None and not Path(output).absolute().parent.is_dir():
+        raise ConfigError(f"output: the directory of '{output}' does not exist; make it, or name a file in one that does")
+
+
 def _write(samples: Batch, output: str | None) -> None:
     if output is not None:
         samples.to_parquet(output)
@@ -141,6 +148,8 @@ def _write(samples: Batch, output: str | None) -> None:
 def run_export(config: ExportConfig) -> str:
     """Writes the checkpoint's weights with its configuration and tokenizer as a Hugging Face directory; returns it."""
     source = Path(config.checkpoint)
+    if not source.is_dir():
+        raise ConfigError(f"checkpoint: '{source}' is no directory; give a checkpoint's directory or a run's")
     checkpoint = newest_checkpoint(source / "checkpoints") if (source / "checkpoints").is_dir() else open_checkpoint(source)
     if checkpoint is None:
         raise ConfigError(f"checkpoint: '{source}' holds no whole checkpoint; give a checkpoint's directory or a run's")

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.batch import Batch
-from hybridflow.config import ConfigError, Field, settings
+from hybridflow.config import ConfigError, Field, HybridflowError, settings
 from hybridflow.data import DataSettings, chat_stop_ids, read_prompts
 from hybridflow.observability.phases import phase
 from hybridflow.rewards import RewardSettings, check_reward
@@ -63,6 +63,10 @@ def read_held_out(
     return prompts
 
 
+class EvaluationError(HybridflowError, RuntimeError):
+    """An evaluation has nothing to average."""
+
+
 class Evaluator:
     """Generates for all held-out prompts and averages their rewards."""
 
@@ -90,6 +94,10 @@ class Evaluator:
         batch = self._runtime.get(samples).merge(self._runtime.get(scores))
         rewards = batch.numpy("reward")
         failed = np.isnan(rewards) | (batch.numpy("state") == RowState.FAILED)
+        if failed.all():
+            row = batch.slice(0, 1)
+            why = row.pylist("rollout_error")[0] or row.pylist("reward_error")[0]
+            raise EvaluationError(f"every row of the evaluation failed; row 0 says: {why}")
         tokens = int(batch.ragged("loss_mask").values.sum())
         return batch, {
             "eval/reward_mean": mean(float(np.where(failed, 0.0, rewards).mean()), batch.num_rows),

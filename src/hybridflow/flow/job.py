@@ -55,6 +55,7 @@ class Job:
     def __init__(
         self,
         *,
+        kind: str,
         run: RunDirectory,
         resume_from: Checkpoint | None,
         config_yaml: str,
@@ -69,15 +70,20 @@ class Job:
         shown: tuple[str, ...],
     ) -> None:
         self.run, self.runtime, self.actor = run, runtime, actor
-        self.num_steps = num_steps
+        self.num_steps, self._kind = num_steps, kind
         self._checkpoint, self._evaluation, self._evaluator, self._data = checkpoint, evaluation, evaluator, data
         self._last_evaluation: float | None = None
         self._progress = ProgressBar(run.path.name, num_steps, shown, enabled=run.settings.progress)
         self._done_steps = self._resume(resume_from)
+        self._told_skipped = False
         run.open(config_yaml, resume_step=self._done_steps, sources=sources)
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do, from 1. Ends early when an evaluation reaches its goal or the data ends."""
+        if self._done_steps:
+            left = self.num_steps - self._done_steps
+            todo = "nothing is left to do" if left <= 0 or self._ended() else f"{left} steps are left"
+            self._progress.tell(f"{self.run.path}: going on after step {self._done_steps}; {todo}")
         with self._progress:
             self._step_started_s = time.perf_counter()
             for step in range(self._done_steps + 1, self.num_steps + 1):
@@ -102,18 +108,19 @@ class Job:
         self.run.log_metrics(step, values)
         if is_last or self._ended() or _due(step, self._checkpoint.every_steps):
             self.save(step)
+        self._tell_skipped(step, values)
         self._progress.update(step, values)
 
     def save(self, step: int) -> None:
         """A checkpoint of all state after `step` steps."""
         with phase("save"), CheckpointWriter(self.run.checkpoints, step) as writer:
             entry = self.runtime.get(self.actor.save(writer.shard_path("actor", 0)))
-            writer.commit([entry], {"step": step, "last_evaluation": self._last_evaluation, "data": self._data.state()})
+            writer.commit([entry], {"kind": self._kind, "step": step, "last_evaluation": self._last_evaluation, "data": self._data.state()})
         prune(self.run.checkpoints, keep=self._checkpoint.keep)
 
     def result(self) -> dict[str, Any]:
         """Where the run is and its last metrics."""
-        return {"run": str(self.run.path), **self.run.last_values()}
+        return {"run": str(self.run.path), "model": str(self.run.model), **self.run.last_values()}
 
     def close(self) -> None:
         """Ends what the run holds open; the workers end with the runtime."""
@@ -125,6 +132,17 @@ class Job:
         _, metrics = self._evaluator.run(step)
         self._last_evaluation = metrics["eval/reward_mean"].value
         return metrics
+
+    def _tell_skipped(self, step: int, values: Metrics) -> None:
+        """Says once that there was nothing to learn from, which no curve shows."""
+        if self._told_skipped or not values["train/skipped_steps"].value:
+            return
+        self._told_skipped = True
+        rejected, failed = (values[f"rows/{state}"].value for state in ("rejected", "failed"))
+        self._progress.tell(
+            f"step {step}: an optimizer step was skipped, {rejected:.0f} rows were rejected (groups of equal rewards) and "
+            f"{failed:.0f} failed; train/skipped_steps counts such steps"
+        )
 
     def _ended(self) -> bool:
         """Whether there is no more to do before `num_steps`: the data has ended, or an evaluation has reached its goal."""
@@ -165,9 +183,13 @@ def find_run(settings: RunSettings, kind: str, checkpoint: CheckpointSettings) -
             f"run.name: '{run.path}' holds checkpoints and resume_mode is '{mode}'; give run.name another value, "
             "or set resume_mode=auto to go on with it"
         )
-    if path is not None:
-        return run, open_checkpoint(Path(path))
-    return run, newest_checkpoint(run.checkpoints) if mode == "auto" else None
+    found = open_checkpoint(Path(path)) if path is not None else newest_checkpoint(run.checkpoints) if mode == "auto" else None
+    if found is not None and found.state["kind"] != kind:
+        raise ConfigError(
+            f"run.name: '{found.path}' is of a run of '{found.state['kind']}', which '{kind}' cannot go on with; "
+            "give run.name another value, and model.path that run's directory to start from its result"
+        )
+    return run, found
 
 
 def model_spec(settings: ModelSettings, runtime: RuntimeSettings, numerics: Numerics, seed: int) -> ModelSpec:

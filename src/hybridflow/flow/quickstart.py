@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import json
 import random
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,11 +30,11 @@ HELD_OUT = {"valid": 256, "test": 512}
 class QuickstartConfig:
     """The quickstart: `hybridflow quickstart seed=1`."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Keys the split of the sums, the weights and every draw."""
     directory: str = "runs"
     """Root of all runs."""
-    name: str | None = Field(default=None, pattern=r"^[\w.-]+$")
+    name: str | None = Field(default=None, pattern=r"^\w[\w.-]*$")
     """Name of the run; null names it by date and time. A name that is there already is gone on with."""
     numerics: Numerics = "fast"
     """See `hybridflow rl`; `exact` runs on the CPU."""
@@ -52,14 +53,18 @@ class QuickstartConfig:
 def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
     """SFT, then GRPO, then both models on sums that neither saw: `sft_accuracy`, `rl_accuracy`, `seconds`, `run`."""
     started_s = time.perf_counter()
+    _tell("A new model learns to add numbers of two digits. Answers are written last digit first: 37+48=58 stands for 85.")
     name = config.name or f"add-{datetime.datetime.now():%Y%m%d-%H%M%S}-seed{config.seed}"
     directory = Path(config.directory) / "quickstart" / f"{name}-data"
     files = write_sums(directory, config.seed)
     sft = _sft_config(config, name, directory, files)
+    _tell(f"1. Supervised fine-tuning on examples, until {sft.evaluation.stop_at:.0%} of the validation sums come out right")
     run_sft(sft)
     rl = _rl_config(config, name, files)
+    _tell(f"2. GRPO on rewards for right answers, until {rl.evaluation.stop_at:.0%} do, or {rl.steps} steps")
     result = run_rl(rl)
     seconds = time.perf_counter() - started_s
+    _tell(f"""Try it: hybridflow generate model.path={result["run"]} 'prompts=["37+48="]' sampling.temperature=0""")
     sft_run = Path(config.directory) / "quickstart" / f"{name}-sft"
     return {
         "sft_accuracy": _accuracy(config, str(sft_run), files["test"], rl),
@@ -67,6 +72,10 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "run": result["run"],
     }
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def write_sums(directory: Path, seed: int) -> dict[str, str]:

@@ -43,7 +43,7 @@ class RLConfig:
     """Prompts of a step; each is sampled `sampling.samples_per_prompt` times."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer steps a rollout is split into, by whole groups."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Keys new weights, the order of prompts and every draw."""
     numerics: Numerics = "fast"
     """`exact` makes each row's numbers independent of all around it (CPU, float32); `fast` states tolerances."""
@@ -152,6 +152,7 @@ class RLJob(Job):
         reward = RewardModel(runtime, config.reward, inputs.reward_function)
         self.scorers = self._build_scorers(actor, reward, runtime, model)
         super().__init__(
+            kind="rl",
             run=inputs.run,
             resume_from=inputs.resume_from,
             config_yaml=to_yaml(config),

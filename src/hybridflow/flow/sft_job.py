@@ -40,7 +40,7 @@ class SFTConfig:
     """Optimizer steps."""
     rows_per_step: int = Field(default=32, ge=1)
     """Rows of a step, over all micro-batches."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Keys new weights and the order of rows."""
     numerics: Numerics = "fast"
     """`exact` makes each row's numbers independent of all around it (CPU, float32); `fast` states tolerances."""
@@ -102,6 +102,7 @@ class SFTJob(Job):
             reward = RewardModel(runtime, config.reward or RewardSettings(), inputs.reward_function)
             evaluator = Evaluator(config.evaluation, inputs.held_out, inputs.tokenizer, actor, reward, runtime)
         super().__init__(
+            kind="sft",
             run=inputs.run,
             resume_from=inputs.resume_from,
             config_yaml=to_yaml(config),

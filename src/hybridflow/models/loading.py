@@ -121,7 +121,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face directory; no remote code."""
     if not Path(path).is_dir():
         raise UnsupportedModelError(f"tokenizer directory '{path}' does not exist")
-    return AutoTokenizer.from_pretrained(path, use_fast=True, local_files_only=True, trust_remote_code=False)
+    try:
+        return AutoTokenizer.from_pretrained(path, use_fast=True, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"no tokenizer can be read from '{path}' ({str(error).splitlines()[0]}); give a directory with a tokenizer.json"
+        ) from None
 
 
 def save_model(

@@ -37,6 +37,11 @@ class ProgressBar:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._bar.stop()
 
+    def tell(self, text: str) -> None:
+        """Prints a line for the user, above the bar."""
+        if self._enabled:
+            self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+
     def update(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """Says that `step` steps are done. A metric that does not come with every step keeps its last value."""
         self._latest |= metrics

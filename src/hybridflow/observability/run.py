@@ -14,6 +14,7 @@ runs/<project>/<name>/
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import math
 import os
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.batch import Batch
-from hybridflow.config import Field, settings
+from hybridflow.config import ConfigError, Field, settings
 from hybridflow.observability.phases import phase_times
 from hybridflow.types import Metric, Span
 
@@ -40,9 +41,9 @@ class RunSettings:
 
     directory: str = "runs"
     """Root of all runs."""
-    project: str = Field(default="default", pattern=r"^[\w.-]+$")
+    project: str = Field(default="default", pattern=r"^\w[\w.-]*$")
     """Directory of related runs under the root."""
-    name: str | None = Field(default=None, pattern=r"^[\w.-]+$")
+    name: str | None = Field(default=None, pattern=r"^\w[\w.-]*$")
     """Directory of this run; give one to be able to resume. null names it by date and time."""
     tensorboard: bool = True
     """Writes TensorBoard event files."""
@@ -62,13 +63,14 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self._writer: Any = None
+        self._lock: int | None = None
 
     def open(self, config_yaml: str, *, resume_step: int, sources: Mapping[str, str]) -> None:
         """Creates the directory, or goes on in one: lines of steps after `resume_step` are cut off, they come again.
 
         sources: what identifies the user's own code, `{"reward": "sha256 of its source"}`.
         """
-        (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+        self._make_own()
         (self.path / "config.yaml").write_text(config_yaml)
         (self.path / "environment.json").write_text(json.dumps({**describe_environment(), "sources": dict(sources)}, indent=1) + "\n")
         for name in ("metrics.jsonl", "phases.jsonl"):
@@ -77,6 +79,22 @@ class RunDirectory:
             from torch.utils.tensorboard import SummaryWriter  # imports slowly, and only here
 
             self._writer = SummaryWriter(str(self.path / "tensorboard"), purge_step=resume_step + 1)
+
+    def _make_own(self) -> None:
+        """Makes the directory and holds it against other processes, as long as this one lives."""
+        try:
+            (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR)
+        except OSError as error:
+            raise ConfigError(
+                f"run.directory: '{self.path}' cannot be made ({error.strerror}); name a directory that can be written"
+            ) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run.name: '{self.path}' is written by another process now; give run.name another value, or wait for it to end"
+            ) from None
 
     def log_metrics(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """Appends a step's line; a value that is not finite is written as null."""
@@ -116,6 +134,8 @@ class RunDirectory:
         """Flushes what is buffered."""
         if self._writer:
             self._writer.close()
+        if self._lock is not None:
+            os.close(self._lock)
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
         with open(self.path / name, "a") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +12,32 @@ from typing import Any
 from hybridflow.algorithms import Prepared
 from hybridflow.batch import Batch
 from hybridflow.checkpoint import HUGGING_FACE, ShardEntry, load_shards, write_shard
+from hybridflow.config import HybridflowError
 from hybridflow.models import save_description, save_model
 from hybridflow.roles.generator import Generator, GeneratorWorker, RolloutSettings
 from hybridflow.roles.policy import ModelSpec
 from hybridflow.runtime.api import Runtime
 from hybridflow.train_engine import TrainEngine, TrainSettings
-from hybridflow.types import BatchRef, Metrics, MetricsRef, Objective, Ref, SamplingParams, last, merge_metrics
+from hybridflow.types import (
+    BatchRef,
+    Metrics,
+    MetricsRef,
+    Objective,
+    Ref,
+    RowState,
+    SamplingParams,
+    last,
+    merge_metrics,
+)
+
+MAX_FAILED_STEPS = 5
+"""Steps in a row in which every row may fail; one more stops the run."""
+
+_log = logging.getLogger(__name__)
+
+
+class AllRowsFailedError(HybridflowError, RuntimeError):
+    """Step after step no row came out of rollout and reward."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +58,8 @@ class ActorWorker(GeneratorWorker):
         self.train_engine = TrainEngine(self.policy.model, spec.train)
         self.updates_per_step = spec.updates_per_step
         self.version = 0
+        self._failed_steps = 0
+        self._told_failures = False
 
     def log_prob(self, batch: Batch, temperature: float) -> Batch:
         """Column `trainer_logprobs` [tokens of the row] float32: of each counted token, 0.0 elsewhere."""
@@ -49,14 +72,36 @@ class ActorWorker(GeneratorWorker):
         for columns in scores:
             batch = batch.merge(columns)
         prepared = prepare(batch)
+        self._watch_failures(prepared.batch)
         parts = prepared.batch.split_groups(self.updates_per_step)
         metrics = [self.train_engine.update(part, loss) for part in parts]
-        self.version += 1
-        self.rollout_engine.load_weights(self.version)
+        # A skipped step leaves the weights, and so the policy, as they were.
+        if any(not part["train/skipped_steps"].value for part in metrics):
+            self.version += 1
+            self.rollout_engine.load_weights(self.version)
         return merge_metrics([prepared.metrics, *metrics, {"policy/version": last(self.version)}])
+
+    def _watch_failures(self, batch: Batch) -> None:
+        """Tells of failed rows once, and stops where for several steps there was no other row."""
+        failed = batch.numpy("state") == RowState.FAILED
+        self._failed_steps = self._failed_steps + 1 if batch.num_rows and failed.all() else 0
+        if not failed.any():
+            return
+        row = int(failed.argmax())
+        named = [name for name in ("rollout_error", "reward_error") if name in batch]
+        reasons = [batch.slice(row, row + 1).pylist(name)[0] for name in named]
+        why = next((reason for reason in reasons if reason), "no reason was given")
+        if self._failed_steps > MAX_FAILED_STEPS:
+            raise AllRowsFailedError(
+                f"every row has failed in {self._failed_steps} steps in a row; the last step's row {row} says: {why}"
+            )
+        if not self._told_failures:
+            _log.warning("%d of %d rows failed; row %d: %s; rows/failed counts them", failed.sum(), failed.size, row, why)
+            self._told_failures = True
 
     def save(self, path: Path) -> ShardEntry:
         """Writes the whole training state to one shard file, what an export needs beside it, and returns the index entry."""
+        self.train_engine.check_weights()
         save_description(self.policy.model, self.policy.tokenizer, path.parent / HUGGING_FACE)
         state = {**self.train_engine.state_json(), "version": self.version}
         return write_shard(path, self.train_engine.state_tensors(), state)

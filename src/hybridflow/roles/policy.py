@@ -63,6 +63,11 @@ def check_model(settings: ModelSettings, numerics: Numerics, key: str = "model")
         raise ConfigError(f"{key}.tokenizer: a new model needs one; give the directory of a tokenizer")
     if settings.tokenizer is not None and not Path(settings.tokenizer).is_dir():
         raise ConfigError(f"{key}.tokenizer: '{settings.tokenizer}' is no directory; give one that holds a tokenizer")
+    wanted = resolve_device(settings.device)
+    if wanted != "cpu" and int(wanted.removeprefix("cuda").removeprefix(":") or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"{key}.device: '{settings.device}' is not here, there are {torch.cuda.device_count()} GPUs; set {key}.device=auto or cpu"
+        )
     if numerics == "exact" and not (resolve_device(settings.device) == "cpu" and settings.dtype in ("auto", "float32")):
         raise ConfigError(
             f"numerics: 'exact' holds on the CPU in float32, not with {key}.device='{settings.device}' and "

@@ -35,7 +35,7 @@ class RuntimeSettings:
     """Seconds a single wait for a worker may last before the run stops and says who waited for whom."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds a worker may take to start and load its model."""
-    threads_per_worker: int = Field(default=0, ge=0)
+    threads_per_worker: int = Field(default=0, ge=0, le=1024)
     """Arithmetic threads of a worker on the CPU; 0 takes all cores in one process and one a worker on Ray; exact mode takes 1."""
 
 

@@ -52,7 +52,7 @@ class RayRuntime:
         self._starting: list[Ref[bool]] = []
         self._owns_cluster = not ray.is_initialized()
         if self._owns_cluster:
-            ray.init(address=settings.address, include_dashboard=False, log_to_driver=True, logging_level=logging.WARNING)
+            ray.init(address=settings.address, include_dashboard=False, log_to_driver=True, logging_level=logging.ERROR)
 
     def place(self, role: str, build: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Worker[W]:
         """See `Runtime.place`."""

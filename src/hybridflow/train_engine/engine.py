@@ -47,6 +47,14 @@ class TrainSettings:
     """Learning rate over optimizer steps."""
 
 
+class StateError(HybridflowError, ValueError):
+    """A saved state does not fit this engine."""
+
+
+class RowTooLongError(HybridflowError, ValueError):
+    """A row is longer than the model's context."""
+
+
 class NonFiniteError(HybridflowError, RuntimeError):
     """Too many steps in a row had a loss or a gradient that is not finite."""
 
@@ -105,6 +113,7 @@ class TrainEngine:
         # Dropout would change log-probabilities between two passes over the same rows.
         self.model.module.eval()
         rows = read_rows(batch, loss.columns)
+        _check_lengths(rows.lengths, self.model.config.max_position_embeddings)
         counts = rows.count_masked()
         totals = LossTotals(compute_denominator(counts, loss.normalization))
         plan = plan_rows(self.model, rows, counts > 0, self.settings.micro_batch_tokens)
@@ -129,6 +138,15 @@ class TrainEngine:
             micro_batch_tokens=self.settings.micro_batch_tokens,
             only_masked=only_masked,
         )
+
+    def check_weights(self) -> None:
+        """Raises NonFiniteError if a weight is not finite, so that no such state replaces a good one."""
+        for name, weight in self.model.module.named_parameters():
+            if not torch.isfinite(weight).all():
+                raise NonFiniteError(
+                    f"weight '{name}' is not finite after {self._steps_taken} steps, and is not saved; "
+                    "go on from the last checkpoint with a lower optimizer.lr"
+                )
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All tensors of the training state, by name: `model/<weight>`, `optimizer/...` (see `AdamW`), `rng/cpu`, `rng/cuda`.
@@ -194,6 +212,15 @@ class TrainEngine:
             )
 
 
+def _check_lengths(lengths: NDArray[np.int64], context: int) -> None:
+    if lengths.size and lengths.max() > context:
+        row = int(lengths.argmax())
+        raise RowTooLongError(
+            f"row {row} of a step has {lengths[row]} tokens, more than the model's context of {context}; "
+            f"set data.max_tokens to {context} or less"
+        )
+
+
 def _spread(values_M: Tensor, packed: PackedRows) -> Tensor:
     """[M] to [T]: each value at its token, 0 elsewhere."""
     return values_M.new_zeros(packed.tokens_T.numel()).index_copy(0, packed.token_index_M, values_M)
@@ -228,11 +255,11 @@ def _check_state(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> No
         where = (
             "is missing from the saved state" if odd[0] in ours else "is in the saved state, but this engine has none"
         )
-        raise ValueError(f"tensor '{odd[0]}' {where} ({len(odd)} such); resume with the same model, device and dtype")
+        raise StateError(f"tensor '{odd[0]}' {where} ({len(odd)} such); resume with the same model, device and dtype")
     for name, tensor in ours.items():
         saved = theirs[name]
         if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
-            raise ValueError(
+            raise StateError(
                 f"tensor '{name}' is {saved.dtype} {list(saved.shape)} in the saved state, but {tensor.dtype} "
                 f"{list(tensor.shape)} here; resume with the same model, device and dtype"
             )
