@@ -33,11 +33,12 @@ COLUMN_TYPES: Mapping[str, pa.DataType] = {
     "advantages": _FLOATS,
     "reward": pa.float64(),
     "reward_error": pa.string(),
+    "rollout_error": pa.string(),
 }
 """The columns the framework speaks of, of this type in every Batch; others (an `answer`) keep what they came with."""
 PER_TOKEN = ("loss_mask", "rollout_logprobs", "trainer_logprobs", "ref_logprobs", "advantages")
 """Columns that have the length of `tokens` in every row."""
-_NULLABLE = ("reward", "reward_error")
+_NULLABLE = ("reward", "reward_error", "rollout_error")
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,12 @@ class SamplingParams:
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Key of the draws, together with step, group, sample and position; 0 takes the run's own seed."""
 
+    def __post_init__(self) -> None:
+        if "" in self.stop_strings:
+            raise ValueError("stop_strings holds an empty string, which every text contains; take it out")
+        if any(token_id < 0 for token_id in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids holds {min(self.stop_token_ids)}; ids are 0 or more")
+
     def keyed_by(self, seed: int) -> SamplingParams:
         """The same with the run's seed, unless it has one of its own."""
         return self if self.seed else replace(self, seed=seed)

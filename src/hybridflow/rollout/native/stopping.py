@@ -87,8 +87,6 @@ class StopRules:
 
 
 def _check_stops(sampling: SamplingParams, vocab_size: int) -> None:
-    if "" in sampling.stop_strings:
-        raise ConfigError("stop_strings holds an empty string, which every text contains; take it out")
     outside = [index for index in sampling.stop_token_ids if not 0 <= index < vocab_size]
     if outside:
         raise ConfigError(
