@@ -14,6 +14,7 @@ from hybridflow.batch import Batch
 from hybridflow.observability.phases import phase, phase_times, set_step
 from hybridflow.runtime.api import Runtime, RuntimeSettings, WorkerError
 from hybridflow.runtime.inprocess import InProcessRuntime
+from hybridflow.runtime.start import start_runtime
 from hybridflow.types import BatchRef, MetricsRef, mean, total
 
 
@@ -190,3 +191,16 @@ def test_a_worker_that_cannot_start_is_named(ray_runtime: Runtime) -> None:
 def test_a_worker_sees_the_gpus_that_its_settings_may_name(ray_runtime: Runtime) -> None:
     seen = ray_runtime.get(ray_runtime.submit(ray_runtime.place("actor", Counter, 0), Counter.environment, "CUDA_VISIBLE_DEVICES"))
     assert seen == os.environ.get("CUDA_VISIBLE_DEVICES"), "Ray hides GPUs by setting this to nothing"
+
+
+def test_ray_address_local_brings_any_run_into_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert isinstance(start_runtime(RuntimeSettings(kind="ray")), InProcessRuntime)
+
+
+def test_workers_are_closed_with_their_runtime() -> None:
+    runtime = InProcessRuntime()
+    worker = runtime.place("counter", Counter, 3)
+    runtime.shutdown()
+    assert worker.handle.seen == []
+    runtime.shutdown()

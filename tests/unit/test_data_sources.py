@@ -155,7 +155,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ((tmp_path / "bad.parquet",), "bad.parquet' cannot be read"),
         ((tmp_path / "bad.json",), "bad.json' cannot be read: .*line 1"),
         ((tmp_path / "cut.jsonl.gz",), "cut.jsonl.gz' cannot be read"),
-        ((tmp_path / "empty.jsonl",), "there is no column 'prompt'; set it to one of none"),
+        ((tmp_path / "empty.jsonl",), "empty.jsonl hold no rows; give files with rows"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
             read(*patterns)

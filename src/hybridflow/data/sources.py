@@ -83,6 +83,8 @@ def read_rows(settings: DataSettings, use: Use) -> Rows:
     for index, path in enumerate(files):
         reader.read(index, path)
     table = _rename(_join(reader.tables), settings.rename)
+    if not table.column_names:
+        raise ConfigError(f"data.files: {', '.join(files)} hold no rows; give files with rows")
     layout = choose_layout(settings, table.column_names, use)
     needed = tuple(vars(settings)[key] for key in _needed_keys(layout, use))
     table = _drop_unusual(table)
