@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybridflow.batch import Batch
-from hybridflow.config import load_config
+from hybridflow.config import load_config, to_yaml
 from hybridflow.flow.commands import ExportConfig, run_export, run_rl, run_sft
 from hybridflow.flow.quickstart import write_sums
 from hybridflow.flow.rl_job import RLConfig
@@ -159,7 +159,7 @@ def test_kill_in_the_middle_of_a_save_loses_nothing(task: dict[str, str], start:
     whole = run_rl(rl_config(task, tmp_path / "whole", start, "steps=6", "checkpoint.every_steps=1"))["run"]
     root = tmp_path / "killed"
     script = (
-        "import sys, json, os, signal, hybridflow.checkpoint.writer as w\n"
+        "import sys, yaml, os, signal, hybridflow.checkpoint.writer as w\n"
         "from hybridflow.config import check_config\n"
         "from hybridflow.flow.commands import run_rl\nfrom hybridflow.flow.rl_job import RLConfig\n"
         "commit = w.CheckpointWriter.commit\n"
@@ -167,12 +167,10 @@ def test_kill_in_the_middle_of_a_save_loses_nothing(task: dict[str, str], start:
         "    if self._step == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return commit(self, *a, **k)\n"
         "w.CheckpointWriter.commit = dying\n"
-        "run_rl(check_config(RLConfig, json.loads(sys.argv[1])))\n"
+        "run_rl(check_config(RLConfig, yaml.safe_load(sys.argv[1])))\n"
     )
-    from hybridflow.config import to_plain
-
     config = rl_config(task, root, start, "steps=6", "checkpoint.every_steps=1")
-    killed = subprocess.run([sys.executable, "-c", script, json.dumps(to_plain(config))], timeout=100, env=dict(os.environ))
+    killed = subprocess.run([sys.executable, "-c", script, to_yaml(config)], timeout=100, env=dict(os.environ))
     assert killed.returncode == -signal.SIGKILL
     assert any(path.name.startswith(".writing") for path in (root / "quickstart" / "run" / "checkpoints").iterdir())
     assert_same_run(whole, run_rl(config)["run"])
@@ -180,18 +178,16 @@ def test_kill_in_the_middle_of_a_save_loses_nothing(task: dict[str, str], start:
 
 
 def test_kill_at_random_moments_loses_nothing(task: dict[str, str], start: str, tmp_path: Path) -> None:
-    from hybridflow.config import to_plain
-
     whole = run_rl(rl_config(task, tmp_path / "whole", start, "steps=8", "checkpoint.every_steps=1"))["run"]
     config = rl_config(task, tmp_path / "killed", start, "steps=8", "checkpoint.every_steps=1")
     script = (
-        "import sys, json\nfrom hybridflow.config import check_config\n"
+        "import sys, yaml\nfrom hybridflow.config import check_config\n"
         "from hybridflow.flow.commands import run_rl\nfrom hybridflow.flow.rl_job import RLConfig\n"
-        "run_rl(check_config(RLConfig, json.loads(sys.argv[1])))\n"
+        "run_rl(check_config(RLConfig, yaml.safe_load(sys.argv[1])))\n"
     )
     metrics = tmp_path / "killed" / "quickstart" / "run" / "metrics.jsonl"
     for after_step in (2, 5):
-        process = subprocess.Popen([sys.executable, "-c", script, json.dumps(to_plain(config))])
+        process = subprocess.Popen([sys.executable, "-c", script, to_yaml(config)])
         deadline = time.monotonic() + 100
         while time.monotonic() < deadline and process.poll() is None:
             if metrics.exists() and len(metrics.read_text().splitlines()) >= after_step:
