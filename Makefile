@@ -31,7 +31,8 @@ check: lint types imports test-fast ## what to run before each commit, under a m
 test: lint types imports test-parts test-runs ## everything CI runs
 
 lint: $(READY) ## ruff
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check --quiet src tests benchmarks examples
 
 types: $(READY) ## mypy
 	$(BIN)/mypy
@@ -45,11 +46,12 @@ test-fast: $(READY) ## unit tests but for the slow ones
 test-parts: $(READY) ## unit tests, contracts, and GPU tests where there is a GPU
 	$(PYTEST) -n 2 --dist loadfile tests/unit tests/contract tests/gpu
 
-test-runs: $(READY) ## whole runs, one after the other, since they measure time
+test-runs: $(READY) ## whole runs, one after the other, since each starts processes of its own
 	$(PYTEST) tests/e2e
 
 format: $(READY) ## ruff, with its fixes
-	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff check --fix src tests benchmarks examples
+	$(BIN)/ruff format src tests benchmarks examples
 
 clean: ## take out .venv and caches
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

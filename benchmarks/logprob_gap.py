@@ -75,11 +75,15 @@ def _timed(device: torch.device, work: Any) -> tuple[Any, float]:
     return value, time.perf_counter() - started_s
 
 
-def _build(arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> tuple[LanguageModel, PreTrainedTokenizerBase]:
+def _build(
+    arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype
+) -> tuple[LanguageModel, PreTrainedTokenizerBase]:
     if arguments.model:
         return load_model(arguments.model, device=device, dtype=dtype), load_tokenizer(arguments.model)
     # Responses of random weights are not text; any tokenizer serves to make strings of them.
-    return fresh_model(SHAPES[arguments.shape], seed=0, device=device, dtype=dtype), build_character_tokenizer("0123456789")
+    return fresh_model(SHAPES[arguments.shape], seed=0, device=device, dtype=dtype), build_character_tokenizer(
+        "0123456789"
+    )
 
 
 def _parse() -> argparse.Namespace:

@@ -166,7 +166,9 @@ def test_a_wait_is_bounded_and_says_for_whom(ray_runtime: Runtime) -> None:
     set_step(2)
     with phase("update"):
         late = impatient.submit(worker, Counter.add, 1, 5.0)
-    with pytest.raises(WorkerError, match=r"waited 0.2 s for slow.add \(phase 'update', step 2\).*runtime.call_timeout_s"):
+    with pytest.raises(
+        WorkerError, match=r"waited 0.2 s for slow.add \(phase 'update', step 2\).*runtime.call_timeout_s"
+    ):
         impatient.get(late)
     impatient.shutdown()
 
@@ -189,7 +191,9 @@ def test_a_worker_that_cannot_start_is_named(ray_runtime: Runtime) -> None:
 
 
 def test_a_worker_sees_the_gpus_that_its_settings_may_name(ray_runtime: Runtime) -> None:
-    seen = ray_runtime.get(ray_runtime.submit(ray_runtime.place("actor", Counter, 0), Counter.environment, "CUDA_VISIBLE_DEVICES"))
+    seen = ray_runtime.get(
+        ray_runtime.submit(ray_runtime.place("actor", Counter, 0), Counter.environment, "CUDA_VISIBLE_DEVICES")
+    )
     assert seen == os.environ.get("CUDA_VISIBLE_DEVICES"), "Ray hides GPUs by setting this to nothing"
 
 

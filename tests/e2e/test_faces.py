@@ -100,7 +100,9 @@ def test_rl_goes_on_from_sft_and_the_rest_works_on_its_result(place: Path) -> No
     sources = json.loads((place / "runs/default/second/environment.json").read_text())["sources"]
     assert len(sources["reward"]) == 64
 
-    generated = hybridflow("generate", "model.path=runs/default/second", 'prompts=["12+34="]', "sampling.max_new_tokens=4", cwd=place)
+    generated = hybridflow(
+        "generate", "model.path=runs/default/second", 'prompts=["12+34="]', "sampling.max_new_tokens=4", cwd=place
+    )
     assert json.loads(generated.stdout)["prompt"] == "12+34=", generated.stderr
     evaluated = hybridflow(
         "eval", "model.path=runs/default/second", "evaluation.data.files=[test.jsonl]", "reward.function=my_reward.py:reward",
@@ -130,8 +132,15 @@ def test_rl_goes_on_from_sft_and_the_rest_works_on_its_result(place: Path) -> No
         (["numerics=exact", "model.dtype=bfloat16"], "numerics"),
     ],
 )
-def test_a_wrong_setting_is_one_sentence_before_anything_starts(place: Path, arguments: list[str], expected: str) -> None:
-    usual = ["model.path=runs/default/first", "data.files=[train.jsonl]", "reward.function=my_reward.py:reward", "run.name=wrong"]
+def test_a_wrong_setting_is_one_sentence_before_anything_starts(
+    place: Path, arguments: list[str], expected: str
+) -> None:
+    usual = [
+        "model.path=runs/default/first",
+        "data.files=[train.jsonl]",
+        "reward.function=my_reward.py:reward",
+        "run.name=wrong",
+    ]
     done = hybridflow("rl", *usual, *arguments, cwd=place)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ")
@@ -222,8 +231,18 @@ def test_a_run_that_reached_its_goal_goes_on_when_the_goal_is_raised(place: Path
 
 
 def rl(place: Path, *arguments: str) -> Done:
-    usual = ["model.path=runs/default/first", "data.files=[train.jsonl]", "reward.function=my_reward.py:reward", "steps=1"]
-    small = ["prompts_per_step=4", "sampling.max_new_tokens=4", "sampling.samples_per_prompt=2", "run.tensorboard=false"]
+    usual = [
+        "model.path=runs/default/first",
+        "data.files=[train.jsonl]",
+        "reward.function=my_reward.py:reward",
+        "steps=1",
+    ]
+    small = [
+        "prompts_per_step=4",
+        "sampling.max_new_tokens=4",
+        "sampling.samples_per_prompt=2",
+        "run.tensorboard=false",
+    ]
     return hybridflow("rl", *usual, *small, *arguments, cwd=place)
 
 

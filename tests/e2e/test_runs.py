@@ -144,13 +144,17 @@ def test_ray_writes_the_numbers_of_one_process(
         assert_same_run(local, run_rl(rl_config(task, tmp_path / f"ray_{chunks}", start, *overrides))["run"])
 
 
-def test_first_update_starts_at_ratio_one_and_lr_zero_stays_there(task: dict[str, str], start: str, tmp_path: Path) -> None:
+def test_first_update_starts_at_ratio_one_and_lr_zero_stays_there(
+    task: dict[str, str], start: str, tmp_path: Path
+) -> None:
     run = run_rl(rl_config(task, tmp_path, start, "steps=10", "train.optimizer.lr=0.0"))["run"]
     for line in metrics_of(run):
         assert (line["policy/ratio_mean"], line["policy/ratio_max"]) == (1.0, 1.0)
         assert (line["policy/clip_fraction_low"], line["policy/clip_fraction_high"]) == (0.0, 0.0)
         assert (line["policy/kl_to_rollout"], line["policy/kl_to_reference"]) == (0.0, 0.0)
-    assert any(line["reward/std"] > 0 for line in metrics_of(run)), "some groups differ, so a gradient was there to ignore"
+    assert any(line["reward/std"] > 0 for line in metrics_of(run)), (
+        "some groups differ, so a gradient was there to ignore"
+    )
     for name, weight in weights_of(run).items():
         assert torch.equal(weight, weights_of(start)[name])
 
@@ -229,7 +233,9 @@ def test_fast_mode_resumes_within_tolerance(task: dict[str, str], start: str, tm
 
 def test_another_seed_draws_other_samples(task: dict[str, str], start: str, tmp_path: Path) -> None:
     def prompts_and_responses(seed: int) -> tuple[list[str], list[str]]:
-        run = run_rl(rl_config(task, tmp_path / str(seed), start, "steps=1", f"seed={seed}", "data.shuffle=false"))["run"]
+        run = run_rl(rl_config(task, tmp_path / str(seed), start, "steps=1", f"seed={seed}", "data.shuffle=false"))[
+            "run"
+        ]
         batch = Batch.from_parquet(Path(run) / "rollouts" / "step_00000001.parquet")
         return batch.pylist("prompt"), batch.pylist("response")
 

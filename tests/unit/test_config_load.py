@@ -254,7 +254,10 @@ def test_the_shipped_configs_stand_behind_the_users(
         (["~model"], "model is required and not set; set model (Directory of the model)"),
         (["actor.max_tokens"], "override 'actor.max_tokens' has no '='; write actor.max_tokens=VALUE"),
         (["=3"], "override '=3' has no key; write KEY=VALUE"),
-        (["note=a(b"], "override 'note=a(b' cannot be read; quote it for the shell and for itself, as in 'note=\"a(b\"'"),
+        (
+            ["note=a(b"],
+            "override 'note=a(b' cannot be read; quote it for the shell and for itself, as in 'note=\"a(b\"'",
+        ),
         (["note=a,b"], "override 'note=a,b' lists several values; write a list, note=[a,b], or quote it as one string"),
         (
             ["size=larg"],

@@ -107,7 +107,8 @@ def test_a_wrong_section_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"^Outer.function is 3 and must be a string or be a function; correct it"):
         Outer(path="x", function=3)  # type: ignore[arg-type]
     with pytest.raises(
-        ConfigError, match=r"^Outer.inner is \{'size': 3\} and must be an instance of Inner; correct it or leave it out$"
+        ConfigError,
+        match=r"^Outer.inner is \{'size': 3\} and must be an instance of Inner; correct it or leave it out$",
     ):
         Outer(path="x", inner={"size": 3})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^Outer: on is true while kind is 'exact'; set on=false$"):

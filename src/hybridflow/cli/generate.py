@@ -20,7 +20,11 @@ def print_samples(samples: Any) -> None:
     """One line of JSON a sample."""
     columns = [samples.pylist(name) for name in SHOWN]
     for row in zip(*columns, strict=True):
-        print(json.dumps({name: value for name, value in zip(SHOWN, row, strict=True) if value is not None}, ensure_ascii=False))
+        print(
+            json.dumps(
+                {name: value for name, value in zip(SHOWN, row, strict=True) if value is not None}, ensure_ascii=False
+            )
+        )
 
 
 COMMAND = Command(

@@ -129,7 +129,9 @@ def _parse(text: str) -> Override:
     except OverrideParseException:
         key, _, value = text.partition("=")
         quoted = value.replace("[", '["').replace("]", '"]') if value.startswith("[") else f'"{value}"'
-        raise ConfigError(f"override '{text}' cannot be read; quote it for the shell and for itself, as in '{key}={quoted}'") from None
+        raise ConfigError(
+            f"override '{text}' cannot be read; quote it for the shell and for itself, as in '{key}={quoted}'"
+        ) from None
     if override.is_sweep_override():
         key, _, value = text.partition("=")
         raise ConfigError(

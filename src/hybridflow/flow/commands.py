@@ -137,7 +137,9 @@ def run_eval(config: EvalConfig, *, reward_function: Callable[..., Any] | None =
 
 def _check_output(output: str | None) -> None:
     if output is not None and not Path(output).absolute().parent.is_dir():
-        raise ConfigError(f"output: the directory of '{output}' does not exist; make it, or name a file in one that does")
+        raise ConfigError(
+            f"output: the directory of '{output}' does not exist; make it, or name a file in one that does"
+        )
 
 
 def _write(samples: Batch, output: str | None) -> None:
@@ -150,7 +152,9 @@ def run_export(config: ExportConfig) -> str:
     source = Path(config.checkpoint)
     if not source.is_dir():
         raise ConfigError(f"checkpoint: '{source}' is no directory; give a checkpoint's directory or a run's")
-    checkpoint = newest_checkpoint(source / "checkpoints") if (source / "checkpoints").is_dir() else open_checkpoint(source)
+    checkpoint = (
+        newest_checkpoint(source / "checkpoints") if (source / "checkpoints").is_dir() else open_checkpoint(source)
+    )
     if checkpoint is None:
         raise ConfigError(f"checkpoint: '{source}' holds no whole checkpoint; give a checkpoint's directory or a run's")
     if (Path(config.output) / "config.json").exists():

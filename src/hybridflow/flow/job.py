@@ -115,7 +115,15 @@ class Job:
         """A checkpoint of all state after `step` steps."""
         with phase("save"), CheckpointWriter(self.run.checkpoints, step) as writer:
             entry = self.runtime.get(self.actor.save(writer.shard_path("actor", 0)))
-            writer.commit([entry], {"kind": self._kind, "step": step, "last_evaluation": self._last_evaluation, "data": self._data.state()})
+            writer.commit(
+                [entry],
+                {
+                    "kind": self._kind,
+                    "step": step,
+                    "last_evaluation": self._last_evaluation,
+                    "data": self._data.state(),
+                },
+            )
         prune(self.run.checkpoints, keep=self._checkpoint.keep)
 
     def result(self) -> dict[str, Any]:
@@ -167,7 +175,9 @@ class Job:
         return checkpoint.step
 
 
-def find_run(settings: RunSettings, kind: str, checkpoint: CheckpointSettings) -> tuple[RunDirectory, Checkpoint | None]:
+def find_run(
+    settings: RunSettings, kind: str, checkpoint: CheckpointSettings
+) -> tuple[RunDirectory, Checkpoint | None]:
     """The run's directory, not yet made, and the checkpoint to go on from; asked before any worker starts.
 
     A run that is there is gone on with or left alone, never written over.
@@ -183,7 +193,13 @@ def find_run(settings: RunSettings, kind: str, checkpoint: CheckpointSettings) -
             f"run.name: '{run.path}' holds checkpoints and resume_mode is '{mode}'; give run.name another value, "
             "or set resume_mode=auto to go on with it"
         )
-    found = open_checkpoint(Path(path)) if path is not None else newest_checkpoint(run.checkpoints) if mode == "auto" else None
+    found = (
+        open_checkpoint(Path(path))
+        if path is not None
+        else newest_checkpoint(run.checkpoints)
+        if mode == "auto"
+        else None
+    )
     if found is not None and found.state["kind"] != kind:
         raise ConfigError(
             f"run.name: '{found.path}' is of a run of '{found.state['kind']}', which '{kind}' cannot go on with; "
@@ -204,7 +220,9 @@ def train_over(train: TrainSettings, total_steps: int) -> TrainSettings:
     """
     if train.schedule.kind == "constant" or train.schedule.total_steps:
         return train
-    return replace(train, schedule=replace(train.schedule, total_steps=max(total_steps, train.schedule.warmup_steps + 1)))
+    return replace(
+        train, schedule=replace(train.schedule, total_steps=max(total_steps, train.schedule.warmup_steps + 1))
+    )
 
 
 def _due(step: int, every: int) -> bool:

@@ -53,12 +53,16 @@ class QuickstartConfig:
 def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
     """SFT, then GRPO, then both models on sums that neither saw: `sft_accuracy`, `rl_accuracy`, `seconds`, `run`."""
     started_s = time.perf_counter()
-    _tell("A new model learns to add numbers of two digits. Answers are written last digit first: 37+48=58 stands for 85.")
+    _tell(
+        "A new model learns to add numbers of two digits. Answers are written last digit first: 37+48=58 stands for 85."
+    )
     name = config.name or f"add-{datetime.datetime.now():%Y%m%d-%H%M%S}-seed{config.seed}"
     directory = Path(config.directory) / "quickstart" / f"{name}-data"
     files = write_sums(directory, config.seed)
     sft = _sft_config(config, name, directory, files)
-    _tell(f"1. Supervised fine-tuning on examples, until {sft.evaluation.stop_at:.0%} of the validation sums come out right")
+    _tell(
+        f"1. Supervised fine-tuning on examples, until {sft.evaluation.stop_at:.0%} of the validation sums come out right"
+    )
     run_sft(sft)
     rl = _rl_config(config, name, files)
     _tell(f"2. GRPO on rewards for right answers, until {rl.evaluation.stop_at:.0%} do, or {rl.steps} steps")
@@ -105,7 +109,9 @@ def _sft_config(config: QuickstartConfig, name: str, directory: Path, files: dic
         f"run.name={name}-sft",
         f"steps={config.sft_steps}",
     ]
-    return _with_common(load_config(SFTConfig, config_name="quickstart_sft", overrides=overrides + _common(config, files)), config)
+    return _with_common(
+        load_config(SFTConfig, config_name="quickstart_sft", overrides=overrides + _common(config, files)), config
+    )
 
 
 def _rl_config(config: QuickstartConfig, name: str, files: dict[str, str]) -> RLConfig:
@@ -115,7 +121,9 @@ def _rl_config(config: QuickstartConfig, name: str, files: dict[str, str]) -> RL
         f"steps={config.rl_steps}",
         f"evaluation.stop_at={config.stop_at}",
     ]
-    return _with_common(load_config(RLConfig, config_name="quickstart_rl", overrides=overrides + _common(config, files)), config)
+    return _with_common(
+        load_config(RLConfig, config_name="quickstart_rl", overrides=overrides + _common(config, files)), config
+    )
 
 
 def _common(config: QuickstartConfig, files: dict[str, str]) -> list[str]:

@@ -96,7 +96,9 @@ class SFTJob(Job):
     def __init__(self, config: SFTConfig, inputs: SFTInputs, runtime: Runtime) -> None:
         self.config, self.rows = config, inputs.rows
         model = model_spec(config.model, config.runtime, config.numerics, config.seed)
-        actor = Actor(runtime, ActorSpec(model, train_over(config.train, config.steps), config.rollout), SamplingParams())
+        actor = Actor(
+            runtime, ActorSpec(model, train_over(config.train, config.steps), config.rollout), SamplingParams()
+        )
         evaluator = None
         if inputs.held_out is not None:
             reward = RewardModel(runtime, config.reward or RewardSettings(), inputs.reward_function)

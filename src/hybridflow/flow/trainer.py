@@ -49,4 +49,3 @@ class SFTTrainer:
     def train(self) -> dict[str, Any]:
         """Runs, or goes on with, the run; returns its directory (`run`) and its last metrics."""
         return run_sft(self.config, reward_function=self._reward)
-

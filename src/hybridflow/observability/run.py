@@ -72,7 +72,9 @@ class RunDirectory:
         """
         self._make_own()
         (self.path / "config.yaml").write_text(config_yaml)
-        (self.path / "environment.json").write_text(json.dumps({**describe_environment(), "sources": dict(sources)}, indent=1) + "\n")
+        (self.path / "environment.json").write_text(
+            json.dumps({**describe_environment(), "sources": dict(sources)}, indent=1) + "\n"
+        )
         for name in ("metrics.jsonl", "phases.jsonl"):
             _cut_after(self.path / name, resume_step)
         if self.settings.tensorboard:
@@ -117,7 +119,9 @@ class RunDirectory:
         for step, name in dict.fromkeys((span.step, span.phase) for span in spans):
             inside = [span for span in spans if (span.step, span.phase) == (step, name)]
             seconds = phase_times(inside)[name]
-            told = [{key: value for key, value in asdict(span).items() if key not in ("step", "phase")} for span in inside]
+            told = [
+                {key: value for key, value in asdict(span).items() if key not in ("step", "phase")} for span in inside
+            ]
             self._append("phases.jsonl", {"step": step, "phase": name, "seconds": seconds, "spans": told})
 
     def save_rollouts(self, step: int, batch: Batch) -> None:

@@ -96,7 +96,9 @@ class ActorWorker(GeneratorWorker):
                 f"every row has failed in {self._failed_steps} steps in a row; the last step's row {row} says: {why}"
             )
         if not self._told_failures:
-            _log.warning("%d of %d rows failed; row %d: %s; rows/failed counts them", failed.sum(), failed.size, row, why)
+            _log.warning(
+                "%d of %d rows failed; row %d: %s; rows/failed counts them", failed.sum(), failed.size, row, why
+            )
             self._told_failures = True
 
     def save(self, path: Path) -> ShardEntry:

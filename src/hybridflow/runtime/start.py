@@ -21,7 +21,9 @@ def start_runtime(settings: RuntimeSettings) -> Runtime:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise ConfigError("runtime.kind: 'ray' needs the package ray; pip install 'hybridflow[ray]', or set runtime.kind=local") from None
+        raise ConfigError(
+            "runtime.kind: 'ray' needs the package ray; pip install 'hybridflow[ray]', or set runtime.kind=local"
+        ) from None
     return RayRuntime(settings)
 
 
