@@ -191,10 +191,11 @@ def test_a_worker_that_cannot_start_is_named(ray_runtime: Runtime) -> None:
 
 
 def test_a_worker_sees_the_gpus_that_its_settings_may_name(ray_runtime: Runtime) -> None:
-    seen = ray_runtime.get(
-        ray_runtime.submit(ray_runtime.place("actor", Counter, 0), Counter.environment, "CUDA_VISIBLE_DEVICES")
-    )
-    assert seen == os.environ.get("CUDA_VISIBLE_DEVICES"), "Ray hides GPUs by setting this to nothing"
+    worker = ray_runtime.place("actor", Counter, 0)
+    names = ("CUDA_VISIBLE_DEVICES", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
+    visible, override = (ray_runtime.get(ray_runtime.submit(worker, Counter.environment, name)) for name in names)
+    assert visible == os.environ.get("CUDA_VISIBLE_DEVICES")
+    assert override == "0", "without it some releases of Ray hide all GPUs from a worker that reserves none"
 
 
 def test_ray_address_local_brings_any_run_into_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

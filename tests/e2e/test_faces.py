@@ -63,6 +63,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = write_sums(place / "sums", seed=0)
     (place / "train.jsonl").write_text(Path(files["train"]).read_text())
     (place / "test.jsonl").write_text("".join(Path(files["test"]).read_text().splitlines(keepends=True)[:10]))
+    (place / "long.jsonl").write_text('{"prompt": "' + "1+2=" * 40 + '", "answer": "3"}\n')
     (place / "my_reward.py").write_text(
         "def reward(response: str, answer: str) -> float:\n    return float(len(response) == len(answer))\n"
     )
@@ -278,7 +279,6 @@ def test_ruined_weights_are_never_saved(place: Path) -> None:
 
 
 def test_a_run_whose_rows_all_fail_stops_and_says_why(place: Path) -> None:
-    (place / "long.jsonl").write_text('{"prompt": "' + "1+2=" * 40 + '", "answer": "3"}\n')
     done = rl(place, "run.name=long", "steps=20", "data.files=[long.jsonl]", "prompts_per_step=1")
     assert done.returncode == 1
     assert "every row has failed in 6 steps in a row" in done.stderr
@@ -305,3 +305,9 @@ def test_a_state_of_another_model_is_named(place: Path) -> None:
     done = rl(place, "run.name=state", "steps=2", "model.dtype=bfloat16")
     assert done.returncode == 1
     assert "resume with the same model, device and dtype" in done.stderr
+
+
+def test_a_wrong_key_of_the_evaluation_is_named_as_such(place: Path) -> None:
+    done = rl(place, "run.name=never", "evaluation.data.files=[nope.jsonl]")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: evaluation.data.files: 'nope.jsonl' names no file")

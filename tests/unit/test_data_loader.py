@@ -257,6 +257,14 @@ def test_a_row_that_only_its_tokens_show_to_be_bad(tmp_path: Path) -> None:
     assert rows.take(3).num_rows == 3 and rows.metrics()["data/rows_skipped"].value >= 2
 
 
+def test_lines_that_cannot_be_read_are_counted_as_skipped(tmp_path):
+    path = tmp_path / "torn.jsonl"
+    path.write_text('{"prompt": "a", "response": "b"}\n{"prompt": \n{"prompt": "a", "response": null}\n')
+    rows = SFTLoader(DataSettings(files=(str(path),), on_bad_row="skip"), build_character_tokenizer("ab"))
+    assert rows.take(2).num_rows == 2
+    assert rows.metrics()["data/rows_skipped"].value == 2
+
+
 # Prompts.
 
 

@@ -45,9 +45,10 @@ class _Source(Generic[Item]):
         return self._stream.rows.num_rows
 
     def metrics(self) -> Metrics:
-        """Where the run is in its data, and which rows it could not use."""
+        """Where the run is in its data, and which rows it could not use: those of the files once, the others each time they came."""
         order = self._stream.order
         counts = {f"data/rows_{kind}": last(count) for kind, count in self._stream.counts.items()}
+        counts["data/rows_skipped"] = last(counts["data/rows_skipped"].value + self._stream.rows.num_skipped)
         return {"data/epoch": last(order.epoch + order.position / self.num_rows), **counts}
 
     def state(self) -> dict[str, Any]:

@@ -57,7 +57,11 @@ def read_held_out(
         raise ConfigError(
             "reward.function: evaluation.data is given, and nothing says what its responses are worth; name a reward"
         )
-    prompts = read_prompts(settings.data, tokenizer, max_rows=settings.max_prompts)
+    try:
+        prompts = read_prompts(settings.data, tokenizer, max_rows=settings.max_prompts)
+    except ConfigError as error:
+        # The data room calls its own section `data`; here it stands in another one.
+        raise ConfigError(f"evaluation.{error}" if str(error).startswith("data") else str(error)) from None
     own = set(prompts.column_names) - {"prompt_id", "group_id", "prompt_tokens", "prompt"}
     check_reward(reward or RewardSettings(), reward_function, sorted(own))
     return prompts

@@ -1,4 +1,4 @@
-"""The first run: a new model of half a million parameters learns to add, first from examples, then from rewards."""
+"""The first run: a new model of a third of a million parameters learns to add, first from examples, then from rewards."""
 
 from __future__ import annotations
 
