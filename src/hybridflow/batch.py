@@ -76,6 +76,11 @@ class Batch:
         return sum(chunk.num_rows for chunk in self.chunks)
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows' values, over all columns."""
+        return sum(chunk.nbytes for chunk in self.chunks)
+
+    @property
     def column_names(self) -> tuple[str, ...]:
         """Names in the order of the schema."""
         return tuple(self.schema.names)

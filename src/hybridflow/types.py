@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from hybridflow.config import Field, settings
+from hybridflow.config import Field, HybridflowError, settings
 
 if TYPE_CHECKING:
     from hybridflow.batch import Batch
@@ -159,14 +159,16 @@ class Mark:
 
 @dataclass(frozen=True)
 class Call:
-    """Who was asked what, and when: `reward.score (phase 'score', step 12)` in errors and waits."""
+    """Who was asked what, and when: `rollout.rollout (rows 0 to 63, phase 'rollout', step 12)` in errors and waits."""
 
     role: str
     verb: str
     mark: Mark
+    rows: str = ""
 
     def __str__(self) -> str:
-        return f"{self.role}.{self.verb} (phase '{self.mark.phase}', step {self.mark.step})"
+        rows = f"{self.rows}, " if self.rows else ""
+        return f"{self.role}.{self.verb} ({rows}phase '{self.mark.phase}', step {self.mark.step})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,22 +179,48 @@ class Ref(Generic[T_co]):
     call: Call
 
 
-@dataclass(frozen=True)
-class BatchRef:
-    """Names a batch, chunk by chunk; what the page holds in place of data.
+@dataclass(frozen=True, eq=False)
+class ChunkRef:
+    """Names the rows of one chunk. The parts are different columns of the same rows, so that each reader pulls only those it reads.
 
-    `chunk_rows` is known before the data is: `BatchRef(chunks=(ref_a, ref_b), chunk_rows=(256, 256))`.
+    `ChunkRef({"tokens": ref_a, "text": ref_b}, num_rows=64)`; a column that two parts have is the same in both.
     """
 
-    chunks: tuple[Ref[Batch], ...]
-    chunk_rows: tuple[int, ...]
+    parts: Mapping[str, Ref[Batch]]
+    num_rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class BatchRef:
+    """Names a batch, chunk by chunk, whole prompt groups in each; what the page holds in place of data.
+
+    Read by a worker, it is the chunks one below the other and their parts side by side.
+    """
+
+    chunks: tuple[ChunkRef, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows over all chunks; known before the data is."""
+        return sum(chunk.num_rows for chunk in self.chunks)
+
+    def only(self, *parts: str) -> BatchRef:
+        """The same rows with these parts alone."""
+        return BatchRef(
+            tuple(ChunkRef({name: chunk.parts[name] for name in parts}, chunk.num_rows) for chunk in self.chunks)
+        )
+
+    def __or__(self, other: BatchRef) -> BatchRef:
+        """The same rows with the parts of both."""
+        pairs = zip(self.chunks, other.chunks, strict=True)
+        return BatchRef(tuple(ChunkRef({**mine.parts, **more.parts}, mine.num_rows) for mine, more in pairs))
 
 
 @dataclass(frozen=True)
 class MetricsRef:
-    """Names the metrics of calls that may still run; `actor.update(a) | critic.update(b)` names both."""
+    """Names the metrics of calls that may still run, one record a worker; `actor.update(a) | critic.update(b)` names both."""
 
-    parts: tuple[Ref[Metrics], ...]
+    parts: tuple[Ref[tuple[Metrics, ...]], ...]
 
     def __or__(self, other: MetricsRef) -> MetricsRef:
         return MetricsRef(self.parts + other.parts)
@@ -215,12 +243,37 @@ class Objective:
 
 @dataclass(frozen=True)
 class Span:
-    """One verb of one worker, as the worker's own clock saw it: `Span("actor", "rollout", 3, "rollout", 1.2e9, 0.4, 5.1e8)`."""
+    """One verb of one worker, as the worker's own clock saw it: `Span("actor", 1, "update", 3, "update", 1.2e9, 0.4, 5.1e8)`."""
 
     role: str
+    rank: int
     verb: str
     step: int
     phase: str
     start_s: float
     duration_s: float
     peak_rss_bytes: float
+
+
+class PeerLostError(HybridflowError, RuntimeError):
+    """Another rank of a gang died, left or did not answer in time: the cause is there, not here."""
+
+
+@dataclass
+class Recovery:
+    """One death of a worker and what was done: a line of `recovery.jsonl`. Times are of the controller's clock, in seconds since 1970.
+
+    Recovery("actor[1]", "update", 12, "its process ended (SIGKILL)", detected_s=1.7e9, restarted_s=1.7e9 + 6.1, repeated_s=1.7e9 + 6.4)
+
+    call:        what it was doing, or '' where it had nothing to do.
+    restarted_s: when its group was whole again; None where it went on without.
+    repeated_s:  when the lost calls had been done again; None where there were none.
+    """
+
+    worker: str
+    call: str
+    step: int
+    cause: str
+    detected_s: float
+    restarted_s: float | None = None
+    repeated_s: float | None = None

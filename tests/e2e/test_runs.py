@@ -3,112 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from tiny_runs import assert_same_run, metrics_of, rl_config, sft_config, weights_of
 
 from hybridflow.batch import Batch
-from hybridflow.config import load_config, to_yaml
+from hybridflow.config import to_yaml
 from hybridflow.flow.commands import ExportConfig, run_export, run_rl, run_sft
-from hybridflow.flow.quickstart import write_sums
 from hybridflow.flow.rl_job import RLConfig
-from hybridflow.flow.sft_job import SFTConfig
-
-TINY = (
-    "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "
-    "num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: true}"
-)
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    directory = tmp_path_factory.mktemp("sums")
-    files = write_sums(directory, seed=0)
-    few = directory / "few.jsonl"
-    few.write_text("".join(Path(files["train"]).read_text().splitlines(keepends=True)[:40]))
-    return {"tokenizer": str(directory / "tokenizer"), "few": str(few), "valid": files["valid"]}
-
-
-def sft_config(task: dict[str, str], root: Path, *overrides: str) -> SFTConfig:
-    return load_config(
-        SFTConfig,
-        config_name="quickstart_sft",
-        overrides=[
-            f"model.config={TINY}",
-            f"model.tokenizer={task['tokenizer']}",
-            f"data.files=[{task['few']}]",
-            f"evaluation.data.files=[{task['valid']}]",
-            "evaluation.every_steps=5",
-            "evaluation.max_prompts=8",
-            "evaluation.stop_at=null",
-            f"run={{directory: {root}, name: run, tensorboard: false, progress: false}}",
-            "rows_per_step=16",
-            "train.micro_batch_tokens=100",
-            "numerics=exact",
-            *overrides,
-        ],
-    )
-
-
-def rl_config(task: dict[str, str], root: Path, model: str, *overrides: str) -> RLConfig:
-    return load_config(
-        RLConfig,
-        config_name="quickstart_rl",
-        overrides=[
-            f"model.path={model}",
-            f"data.files=[{task['few']}]",
-            f"evaluation.data.files=[{task['valid']}]",
-            "evaluation.every_steps=1",
-            "evaluation.max_prompts=8",
-            "evaluation.stop_at=null",
-            f"run={{directory: {root}, name: run, tensorboard: false, progress: false, save_rollouts_every: 1}}",
-            "prompts_per_step=6",
-            "updates_per_step=1",
-            "sampling.samples_per_prompt=4",
-            "train.micro_batch_tokens=100",
-            "algorithm.drop_constant_groups=false",
-            "algorithm.kl_coefficient=0.01",
-            "algorithm.report_kl=true",
-            "train.schedule={kind: linear, warmup_steps: 2, total_steps: 40, min_lr_ratio: 0.1}",
-            f"reward.function={Path(__file__).parent / 'near_miss.py'}:near_miss",
-            "numerics=exact",
-            *overrides,
-        ],
-    )
-
-
-@pytest.fixture(scope="module")
-def start(task: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that SFT left, as a run's directory."""
-    return str(run_sft(sft_config(task, tmp_path_factory.mktemp("start"), "steps=3", "evaluation.data=null"))["run"])
-
-
-def metrics_of(run: str | Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, without what a clock or the memory of the machine decides."""
-    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/", "speed/"))} for line in lines]
-
-
-def weights_of(run: str | Path) -> dict[str, torch.Tensor]:
-    return load_file(Path(run) / "model" / "model.safetensors")
-
-
-def assert_same_run(left: str | Path, right: str | Path) -> None:
-    for ours, theirs in zip(metrics_of(left), metrics_of(right), strict=True):
-        assert ours == theirs
-    ours_w, theirs_w = weights_of(left), weights_of(right)
-    assert ours_w.keys() == theirs_w.keys()
-    for name, weight in ours_w.items():
-        assert torch.equal(weight, theirs_w[name]), name
 
 
 def test_sft_stopped_and_resumed_equals_undisturbed(task: dict[str, str], tmp_path: Path) -> None:

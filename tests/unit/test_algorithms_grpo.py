@@ -79,7 +79,7 @@ def test_wrong_settings_are_refused(values, message: str) -> None:
 
 def test_policy_loss_names_columns_and_computes_nothing() -> None:
     algorithm = GRPO(GRPOSettings(), temperature=1.0)
-    batch, scores = BatchRef((), ()), {"reward": BatchRef((), ()), "reference": BatchRef((), ())}
+    batch, scores = BatchRef(()), {"reward": BatchRef(()), "reference": BatchRef(())}
     objective = algorithm.policy_loss(batch, scores)
     assert objective.batch is batch
     assert objective.scores == tuple(scores.values())

@@ -211,7 +211,7 @@ def test_gradient_equals_finite_differences() -> None:
         with torch.no_grad():
             for name, weight in model.module.named_parameters():
                 weight -= distance * direction[name]
-        return totals.read()[0]
+        return totals.read({})[0]
 
     slope = (loss_at(1e-6) - loss_at(-1e-6)) / 2e-6
     assert slope == pytest.approx(sum(float((found[name] * direction[name]).sum()) for name in found), rel=1e-6)

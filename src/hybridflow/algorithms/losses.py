@@ -137,6 +137,11 @@ class PolicyLossSettings:
     normalization: Normalization = "token_mean"
     """Every token counts the same (token_mean), or every response does (sequence_mean)."""
 
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the reference's log-probabilities are needed."""
+        return self.kl_coefficient > 0 or self.report_kl
+
 
 @settings
 class PolicyLoss(PolicyLossSettings):
@@ -166,7 +171,7 @@ class PolicyLoss(PolicyLossSettings):
     @property
     def columns(self) -> tuple[str, ...]:
         """See `TokenLoss`."""
-        return ("advantages", self.old_logprobs, *(("ref_logprobs",) if self._reads_reference else ()))
+        return ("advantages", self.old_logprobs, *(("ref_logprobs",) if self.reads_reference else ()))
 
     @property
     def needs_entropy(self) -> bool:
@@ -191,7 +196,7 @@ class PolicyLoss(PolicyLossSettings):
         loss_T, metrics = self._clipped_objective(log_ratio_T, kept["advantages"], counts_T)
         metrics |= _ratio_metrics(log_ratio_T, counts_T)
         metrics["policy/entropy"] = token_mean(entropy_T, counts_T)
-        if self._reads_reference:
+        if self.reads_reference:
             kl_T = compute_kl(logprobs_T, kept["ref_logprobs"], self.kl_estimator)
             metrics["policy/kl_to_reference"] = token_mean(kl_T, counts_T)
             # A coefficient of 0 must not turn an infinite KL into NaN.
@@ -199,10 +204,6 @@ class PolicyLoss(PolicyLossSettings):
         if self.entropy_coefficient:
             loss_T = loss_T - self.entropy_coefficient * entropy_T
         return _sum_up("policy/loss", loss_T, weights_T, metrics)
-
-    @property
-    def _reads_reference(self) -> bool:
-        return self.kl_coefficient > 0 or self.report_kl
 
     def _clipped_objective(
         self, log_ratio_T: Tensor, advantages_T: Tensor, counts_T: Tensor

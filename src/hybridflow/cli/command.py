@@ -33,6 +33,13 @@ class Command:
     load: Callable[[], tuple[type[Any], Callable[[Any], Any]]]
     show: Callable[[Any], None]
 
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Adds options that this command alone has."""
+
+    def choose(self, parsed: argparse.Namespace) -> "Command":
+        """The command that its own options ask for; what was read of them is taken out of `parsed`."""
+        return self
+
 
 class Parser(argparse.ArgumentParser):
     """Answers a wrong argument in one line, without the usage before it."""
@@ -57,11 +64,12 @@ def build_parser(command: Command) -> Parser:
         "--config-path", metavar="DIR", help="your folder of YAML; the shipped one is searched after it"
     )
     parser.add_argument(
-        "--config-name", metavar="NAME", default=command.name, help="the YAML to start from (default: %(default)s)"
+        "--config-name", metavar="NAME", help="the YAML to start from (default: the one that has the command's name)"
     )
     parser.add_argument(
         "--print-config", action="store_true", help="print the configuration, all defaults filled in, and stop"
     )
+    command.add_options(parser)
     return parser
 
 
@@ -70,9 +78,13 @@ def run(command: Command, parsed: argparse.Namespace) -> None:
     # Pydantic, Hydra and what the command needs take longer to import than `--help` may run.
     from hybridflow.config import load_config, to_yaml
 
+    command = command.choose(parsed)
     settings_class, function = command.load()
     config = load_config(
-        settings_class, config_path=parsed.config_path, config_name=parsed.config_name, overrides=parsed.overrides
+        settings_class,
+        config_path=parsed.config_path,
+        config_name=parsed.config_name or command.name,
+        overrides=parsed.overrides,
     )
     if parsed.print_config:
         print(to_yaml(config), end="")

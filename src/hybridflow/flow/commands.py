@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,14 @@ from hybridflow.config import ConfigError, Field, settings
 from hybridflow.data import DataSettings, chat_stop_ids, read_prompts
 from hybridflow.flow import rl, sft
 from hybridflow.flow.evaluation import Evaluator, HeldOutSettings, read_held_out
-from hybridflow.flow.job import model_spec
+from hybridflow.flow.job import Job, check_placed_models, model_spec
 from hybridflow.flow.rl_job import RLConfig, RLJob, read_rl_inputs
 from hybridflow.flow.sft_job import SFTConfig, SFTJob, read_sft_inputs
 from hybridflow.rewards import RewardSettings
 from hybridflow.roles.generator import RolloutSettings, place_generator
-from hybridflow.roles.policy import ModelSettings, check_model, read_tokenizer
+from hybridflow.roles.policy import ModelSettings, read_tokenizer
 from hybridflow.roles.reward_model import RewardModel
-from hybridflow.runtime.api import RuntimeSettings
+from hybridflow.runtime.api import RuntimeSettings, WorkersLostError
 from hybridflow.runtime.start import open_runtime
 from hybridflow.types import Numerics, SamplingParams
 
@@ -87,7 +87,11 @@ def run_rl(
 ) -> dict[str, Any]:
     """Trains by reinforcement learning; returns the run's directory and its last metrics."""
     inputs = read_rl_inputs(config, reward_function=reward_function, advantage_function=advantage_function)
-    with open_runtime(config.runtime) as runtime, contextlib.closing(RLJob(config, inputs, runtime)) as job:
+    with (
+        open_runtime(config.runtime) as runtime,
+        contextlib.closing(RLJob(config, inputs, runtime)) as job,
+        _rescuing(job),
+    ):
         rl.train(job)
     return job.result()
 
@@ -95,14 +99,31 @@ def run_rl(
 def run_sft(config: SFTConfig, *, reward_function: Callable[..., Any] | None = None) -> dict[str, Any]:
     """Trains on examples; returns the run's directory and its last metrics."""
     inputs = read_sft_inputs(config, reward_function=reward_function)
-    with open_runtime(config.runtime) as runtime, contextlib.closing(SFTJob(config, inputs, runtime)) as job:
+    with (
+        open_runtime(config.runtime) as runtime,
+        contextlib.closing(SFTJob(config, inputs, runtime)) as job,
+        _rescuing(job),
+    ):
         sft.train(job)
     return job.result()
 
 
+@contextlib.contextmanager
+def _rescuing(job: Job) -> Iterator[None]:
+    """Saves what outlived workers that are lost for good, and says how to go on."""
+    try:
+        yield
+    except WorkersLostError as error:
+        step = job.rescue()
+        saved = f"step {step} is saved" if step is not None else "the last checkpoint stands"
+        raise WorkersLostError(
+            f"{error}; {saved} in {job.run.checkpoints}, and the same command goes on from there"
+        ) from None
+
+
 def run_generate(config: GenerateConfig) -> Batch:
     """Samples of every prompt, as a batch; also written to `output` if given."""
-    check_model(config.model, config.numerics)
+    check_placed_models(config.runtime.placement, ("rollout",), {"rollout": config.model}, config.numerics)
     if not config.prompts and config.data is None:
         raise ConfigError('prompts: nothing to continue; give prompts=["..."] or data.files=[...]')
     _check_output(config.output)
@@ -119,7 +140,7 @@ def run_generate(config: GenerateConfig) -> Batch:
 
 def run_eval(config: EvalConfig, *, reward_function: Callable[..., Any] | None = None) -> dict[str, Any]:
     """Mean reward and counts over the held-out rows."""
-    check_model(config.model, config.numerics)
+    check_placed_models(config.runtime.placement, ("rollout", "reward"), {"rollout": config.model}, config.numerics)
     _check_output(config.output)
     tokenizer = read_tokenizer(config.model)
     prompts = read_held_out(config.evaluation, tokenizer, config.reward, reward_function)

@@ -95,7 +95,7 @@ class Evaluator:
         with phase("evaluate"):
             samples = self._policy.rollout(self._prompts, step=step, sampling=self._sampling)
             scores = self._reward.score(samples)
-        batch = self._runtime.get(samples).merge(self._runtime.get(scores))
+        batch = self._runtime.get(samples | scores)
         rewards = batch.numpy("reward")
         failed = np.isnan(rewards) | (batch.numpy("state") == RowState.FAILED)
         if failed.all():

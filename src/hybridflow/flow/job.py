@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,11 +15,13 @@ from hybridflow.observability.phases import phase, phase_times, set_step
 from hybridflow.observability.progress import ProgressBar
 from hybridflow.observability.run import RunDirectory, RunSettings
 from hybridflow.roles.actor import Actor
-from hybridflow.roles.policy import ModelSettings, ModelSpec
+from hybridflow.roles.carried import Snapshot, write_snapshot
+from hybridflow.roles.policy import ModelSettings, ModelSpec, check_model
 from hybridflow.runtime.api import Runtime, RuntimeSettings
+from hybridflow.runtime.placement import PlacementSettings, check_roles
 from hybridflow.runtime.start import worker_threads
 from hybridflow.train_engine import TrainSettings
-from hybridflow.types import Metrics, MetricsRef, Numerics, Span, last, maximum
+from hybridflow.types import Metrics, MetricsRef, Numerics, Ref, Span, last, maximum
 
 
 @settings
@@ -49,6 +51,15 @@ class DataSource(Protocol):
     def load_state(self, state: dict[str, Any]) -> None: ...
 
 
+@dataclass(frozen=True)
+class _SafePoint:
+    """A finished step that a run can be taken up from without its workers."""
+
+    step: int
+    snapshot: Ref[Snapshot]
+    state: dict[str, Any]
+
+
 class Job:
     """One run. The loop iterates `steps()` and tells `after_step` what came of each."""
 
@@ -72,21 +83,23 @@ class Job:
         self.run, self.runtime, self.actor = run, runtime, actor
         self.num_steps, self._kind = num_steps, kind
         self._checkpoint, self._evaluation, self._evaluator, self._data = checkpoint, evaluation, evaluator, data
+        self._resume_from, self._config_yaml, self._sources = resume_from, config_yaml, sources
         self._last_evaluation: float | None = None
         self._progress = ProgressBar(run.path.name, num_steps, shown, enabled=run.settings.progress)
-        self._done_steps = self._resume(resume_from)
+        self._safe: _SafePoint | None = None
         self._told_skipped = False
-        run.open(config_yaml, resume_step=self._done_steps, sources=sources)
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do, from 1. Ends early when an evaluation reaches its goal or the data ends."""
-        if self._done_steps:
-            left = self.num_steps - self._done_steps
+        done_steps = self._resume()
+        self.run.open(self._config_yaml, resume_step=done_steps, sources=self._sources)
+        if done_steps:
+            left = self.num_steps - done_steps
             todo = "nothing is left to do" if left <= 0 or self._ended() else f"{left} steps are left"
-            self._progress.tell(f"{self.run.path}: going on after step {self._done_steps}; {todo}")
+            self._progress.tell(f"{self.run.path}: going on after step {done_steps}; {todo}")
         with self._progress:
             self._step_started_s = time.perf_counter()
-            for step in range(self._done_steps + 1, self.num_steps + 1):
+            for step in range(done_steps + 1, self.num_steps + 1):
                 if self._ended():
                     break
                 set_step(step)
@@ -103,9 +116,11 @@ class Job:
         values |= self._evaluate(step, is_last)
         spans = self.runtime.spans()
         values |= {f"time/{name}_s": last(seconds) for name, seconds in phase_times(spans).items()}
-        values |= self._time_step(values, spans)
+        values |= self._time_step(values, spans) | self.runtime.metrics()
         self.run.log_phases(spans)
+        self.run.log_recoveries(self.runtime.recoveries())
         self.run.log_metrics(step, values)
+        self._note_safe_point(step)
         if is_last or self._ended() or _due(step, self._checkpoint.every_steps):
             self.save(step)
         self._tell_skipped(step, values)
@@ -115,16 +130,36 @@ class Job:
         """A checkpoint of all state after `step` steps."""
         with phase("save"), CheckpointWriter(self.run.checkpoints, step) as writer:
             entry = self.runtime.get(self.actor.save(writer.shard_path("actor", 0)))
-            writer.commit(
-                [entry],
-                {
-                    "kind": self._kind,
-                    "step": step,
-                    "last_evaluation": self._last_evaluation,
-                    "data": self._data.state(),
-                },
-            )
+            writer.commit([entry], self._state(step))
         prune(self.run.checkpoints, keep=self._checkpoint.keep)
+
+    def rescue(self) -> int | None:
+        """After workers were lost for good: a checkpoint of the last finished step, from the snapshot that outlived them.
+
+        returns: its step; None where there is no newer state than the last checkpoint's.
+        """
+        safe = self._safe
+        saved = newest_checkpoint(self.run.checkpoints)
+        if safe is None or (saved is not None and saved.step >= safe.step):
+            return None
+        with CheckpointWriter(self.run.checkpoints, safe.step) as writer:
+            snapshot = self.runtime.get(safe.snapshot)
+            writer.commit([write_snapshot(snapshot, writer.shard_path("actor", 0))], safe.state)
+        return safe.step
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return {
+            "kind": self._kind,
+            "step": step,
+            "last_evaluation": self._last_evaluation,
+            "data": self._data.state(),
+        }
+
+    def _note_safe_point(self, step: int) -> None:
+        """Keeps the controller's state beside the snapshot that was taken in this step, if there was one."""
+        snapshot = self.actor.last_snapshot
+        if snapshot is not None and (self._safe is None or snapshot is not self._safe.snapshot):
+            self._safe = _SafePoint(step, snapshot, self._state(step))
 
     def result(self) -> dict[str, Any]:
         """Where the run is and its last metrics."""
@@ -166,7 +201,8 @@ class Job:
             times["speed/trained_tokens_per_s"] = last(values["train/tokens"].value / seconds)
         return times
 
-    def _resume(self, checkpoint: Checkpoint | None) -> int:
+    def _resume(self) -> int:
+        checkpoint = self._resume_from
         if checkpoint is None:
             return 0
         self.runtime.get(self.actor.load(checkpoint.path))
@@ -206,6 +242,25 @@ def find_run(
             "give run.name another value, and model.path that run's directory to start from its result"
         )
     return run, found
+
+
+def check_placed_models(
+    placement: PlacementSettings, roles: tuple[str, ...], models: dict[str, ModelSettings], numerics: Numerics
+) -> None:
+    """Raises ConfigError for a placed role that this run does not have, and for what is wrong with a role's model where it is placed.
+
+    roles:  all that the run may place.
+    models: of the roles that have one.
+    """
+    check_roles(placement, roles)
+    for role, model in models.items():
+        key = "reference" if role == "reference" else "model"
+        check_model(model, numerics, key, placement.kind(role), placement.dtype(role))
+    if not placement.separates("rollout") and placement.dtype("rollout") not in (None, placement.dtype("actor")):
+        raise ConfigError(
+            f"runtime.placement: 'rollout' asks for {placement.dtype('rollout')} on the actor's own devices, where it generates with the "
+            "actor's weights; leave its dtype out, or give it devices of its own"
+        )
 
 
 def model_spec(settings: ModelSettings, runtime: RuntimeSettings, numerics: Numerics, seed: int) -> ModelSpec:

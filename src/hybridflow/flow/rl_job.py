@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,12 +15,12 @@ from hybridflow.checkpoint import Checkpoint
 from hybridflow.config import ConfigError, Field, settings, to_yaml
 from hybridflow.data import DataSettings, PromptPool, chat_stop_ids
 from hybridflow.flow.evaluation import EvaluationSettings, Evaluator, read_held_out
-from hybridflow.flow.job import CheckpointSettings, Job, find_run, model_spec, train_over
+from hybridflow.flow.job import CheckpointSettings, Job, check_placed_models, find_run, model_spec, train_over
 from hybridflow.observability.run import RunDirectory, RunSettings
 from hybridflow.rewards import RewardSettings, check_reward, source_hash
 from hybridflow.roles.actor import Actor, ActorSpec
 from hybridflow.roles.generator import RolloutSettings
-from hybridflow.roles.policy import ModelSettings, ModelSpec, check_model, read_tokenizer
+from hybridflow.roles.policy import ModelSettings, ModelSpec, read_tokenizer
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import Runtime, RuntimeSettings
@@ -81,6 +82,7 @@ class RLInputs:
     algorithm: GRPO
     sampling: SamplingParams
     reward_function: Callable[..., Any] | None
+    reward_columns: frozenset[str]
     sources: dict[str, str]
 
 
@@ -95,7 +97,7 @@ def read_rl_inputs(
     run, resume_from = find_run(config.run, "rl", config.checkpoint)
     tokenizer = read_tokenizer(config.model)
     prompts = PromptPool(config.data, tokenizer, seed=config.seed)
-    check_reward(config.reward, reward_function, prompts.column_names)
+    reward_columns = check_reward(config.reward, reward_function, prompts.column_names)
     functions = {
         "reward": reward_function or config.reward.function,
         "advantages": advantage_function or config.algorithm.advantage_function,
@@ -111,14 +113,16 @@ def read_rl_inputs(
         ),
         sampling=config.sampling.keyed_by(config.seed).also_stopping_on(chat_stop_ids(tokenizer, config.data)),
         reward_function=reward_function,
+        reward_columns=reward_columns,
         sources={name: source_hash(function) for name, function in functions.items() if function is not None},
     )
 
 
 def _check_settings(config: RLConfig) -> None:
-    check_model(config.model, config.numerics)
-    if config.reference is not None:
-        check_model(config.reference, config.numerics, "reference")
+    models = {"actor": config.model, "rollout": config.model}
+    if config.algorithm.reads_reference:
+        models["reference"] = config.reference or config.model
+    check_placed_models(config.runtime.placement, (*models, "reward"), models, config.numerics)
     if config.sampling.top_p < 1.0 or config.sampling.top_k > 0:
         raise ConfigError(
             f"sampling.top_p={config.sampling.top_p}, sampling.top_k={config.sampling.top_k}: training samples come from the whole "
@@ -148,8 +152,14 @@ class RLJob(Job):
         self.config, self.prompts, self.algorithm = config, inputs.prompts, inputs.algorithm
         model = model_spec(config.model, config.runtime, config.numerics, config.seed)
         train = train_over(config.train, config.steps * config.updates_per_step)
-        actor = Actor(runtime, ActorSpec(model, train, config.rollout, config.updates_per_step), inputs.sampling)
-        reward = RewardModel(runtime, config.reward, inputs.reward_function)
+        actor = Actor(
+            runtime,
+            ActorSpec(model, train, config.rollout, config.updates_per_step),
+            inputs.sampling,
+            separate_rollout=config.runtime.placement.separates("rollout"),
+            snapshot_every_steps=config.runtime.recovery.snapshot_every_steps,
+        )
+        reward = RewardModel(runtime, config.reward, inputs.reward_function, inputs.reward_columns)
         self.scorers = self._build_scorers(actor, reward, runtime, model)
         super().__init__(
             kind="rl",
@@ -172,10 +182,8 @@ class RLJob(Job):
     def after_step(self, step: int, metrics: MetricsRef, batch: BatchRef, scores: dict[str, BatchRef]) -> None:
         """Writes the step's samples, before the checkpoint that says the step is done, and everything that `close_step` does."""
         if self.run.wants_rollouts(step):
-            samples: Batch = self.runtime.get(batch)
-            for columns in scores.values():
-                samples = samples.merge(self.runtime.get(columns))
-            self.run.save_rollouts(step, samples)
+            scored = functools.reduce(lambda left, right: left | right, scores.values(), batch)
+            self.run.save_rollouts(step, self.runtime.get(scored))
         self.close_step(step, metrics)
 
     def _build_scorers(

@@ -14,12 +14,12 @@ from hybridflow.checkpoint import Checkpoint
 from hybridflow.config import Field, settings, to_yaml
 from hybridflow.data import DataSettings, SFTLoader
 from hybridflow.flow.evaluation import EvaluationSettings, Evaluator, read_held_out
-from hybridflow.flow.job import CheckpointSettings, Job, find_run, model_spec, train_over
+from hybridflow.flow.job import CheckpointSettings, Job, check_placed_models, find_run, model_spec, train_over
 from hybridflow.observability.run import RunDirectory, RunSettings
 from hybridflow.rewards import RewardSettings, source_hash
 from hybridflow.roles.actor import Actor, ActorSpec
 from hybridflow.roles.generator import RolloutSettings
-from hybridflow.roles.policy import ModelSettings, check_model, read_tokenizer
+from hybridflow.roles.policy import ModelSettings, read_tokenizer
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import Runtime, RuntimeSettings
 from hybridflow.train_engine import TrainSettings
@@ -75,7 +75,8 @@ class SFTInputs:
 
 def read_sft_inputs(config: SFTConfig, *, reward_function: Callable[..., Any] | None = None) -> SFTInputs:
     """Reads and checks all that can be before a worker starts. Raises ConfigError for what is wrong."""
-    check_model(config.model, config.numerics)
+    models = {"actor": config.model, "rollout": config.model}
+    check_placed_models(config.runtime.placement, (*models, "reward"), models, config.numerics)
     run, resume_from = find_run(config.run, "sft", config.checkpoint)
     tokenizer = read_tokenizer(config.model)
     function = reward_function or (config.reward and config.reward.function)
@@ -97,7 +98,11 @@ class SFTJob(Job):
         self.config, self.rows = config, inputs.rows
         model = model_spec(config.model, config.runtime, config.numerics, config.seed)
         actor = Actor(
-            runtime, ActorSpec(model, train_over(config.train, config.steps), config.rollout), SamplingParams()
+            runtime,
+            ActorSpec(model, train_over(config.train, config.steps), config.rollout),
+            SamplingParams(),
+            separate_rollout=config.runtime.placement.separates("rollout"),
+            snapshot_every_steps=config.runtime.recovery.snapshot_every_steps,
         )
         evaluator = None
         if inputs.held_out is not None:

@@ -40,8 +40,8 @@ def phase(name: str) -> Iterator[None]:
 class SpanTimer:
     """Times one verb inside a worker: `with SpanTimer(call) as timer: ...`, then `timer.span`."""
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
+    def __init__(self, call: Call, rank: int = 0) -> None:
+        self._call, self._rank = call, rank
         self.span: Span
 
     def __enter__(self) -> SpanTimer:
@@ -53,7 +53,14 @@ class SpanTimer:
         duration_s = time.perf_counter() - self._clock_s
         call = self._call
         self.span = Span(
-            call.role, call.verb, call.mark.step, call.mark.phase, self._start_s, duration_s, peak_rss_bytes()
+            call.role,
+            self._rank,
+            call.verb,
+            call.mark.step,
+            call.mark.phase,
+            self._start_s,
+            duration_s,
+            peak_rss_bytes(),
         )
 
 

@@ -3,8 +3,9 @@
 runs/<project>/<name>/
     config.yaml        the resolved configuration
     environment.json   versions, git commit, hardware
-    metrics.jsonl      one line a step; `time/`, `memory/` and `speed/` differ between runs, all else repeats
+    metrics.jsonl      one line a step; `time/`, `memory/`, `speed/`, `controller/` and `recovery/` differ, all else repeats
     phases.jsonl       one line a phase of each step, from the workers' spans
+    recovery.jsonl     one line a worker that died: who, doing what, and when its work was done again
     rollouts/          one Parquet file a step
     tensorboard/       event files
     checkpoints/       see checkpoint/
@@ -21,7 +22,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +31,7 @@ from typing import Any
 from hybridflow.batch import Batch
 from hybridflow.config import ConfigError, Field, settings
 from hybridflow.observability.phases import phase_times
-from hybridflow.types import Metric, Span
+from hybridflow.types import Metric, Recovery, Span
 
 RECORDED_PACKAGES = ("hybridflow", "torch", "transformers", "pyarrow", "safetensors", "numpy", "ray", "vllm")
 
@@ -123,6 +124,11 @@ class RunDirectory:
                 {key: value for key, value in asdict(span).items() if key not in ("step", "phase")} for span in inside
             ]
             self._append("phases.jsonl", {"step": step, "phase": name, "seconds": seconds, "spans": told})
+
+    def log_recoveries(self, recoveries: Iterable[Recovery]) -> None:
+        """Appends one line for each death that was made good."""
+        for recovery in recoveries:
+            self._append("recovery.jsonl", asdict(recovery))
 
     def save_rollouts(self, step: int, batch: Batch) -> None:
         """Writes the step's samples as Parquet when the settings ask for this step."""

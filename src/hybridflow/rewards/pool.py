@@ -99,15 +99,17 @@ class RewardPool:
 
 def check_reward(
     settings: RewardSettings, function: RewardFunction | None = None, columns: Iterable[str] | None = None
-) -> None:
+) -> frozenset[str]:
     """Raise ConfigError if no reward is named, if it cannot be loaded, or if it asks for a column that rows will not have.
 
     columns: those of the data, e.g. `("question", "answer")`, to which what a rollout adds is added; None leaves names unchecked.
+    returns: the columns that the function names.
     """
     with RewardPool(settings, function) as pool:
         parameters = pool.start()
         if columns is not None:
             check_columns(parameters, (*SCORED_COLUMNS, *columns))
+        return frozenset({*parameters["required"], *parameters["optional"]})
 
 
 def _warn_of_errors(scored: list[int], found: list[Outcome]) -> None:

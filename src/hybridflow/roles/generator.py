@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from hybridflow.batch import Batch
-from hybridflow.config import Field, settings
+from hybridflow.config import Field, HybridflowError, settings
+from hybridflow.roles.carried import Weights
+from hybridflow.roles.parts import cut_rollout, name_parts, name_rows
 from hybridflow.roles.policy import ModelSpec, build_policy
 from hybridflow.rollout import NativeEngine, NativeSettings
-from hybridflow.runtime.api import Runtime, Worker
-from hybridflow.types import BatchRef, SamplingParams
+from hybridflow.runtime.api import Group, Pieces, Runtime, Seat
+from hybridflow.types import BatchRef, ChunkRef, SamplingParams
 
 
 @settings
@@ -17,43 +21,83 @@ class RolloutSettings:
     native: NativeSettings = Field(default_factory=NativeSettings)
     """Limits of the native engine."""
     chunks: int = Field(default=1, ge=1)
-    """Calls that a step's prompts are split into; with more than one, scoring starts while later ones still generate (Ray)."""
+    """Calls that each generating worker's part of a step is split into; with more than one, scoring starts while later ones still
+    generate, and a worker that is done early takes from the others (Ray)."""
+
+
+class WeightsError(HybridflowError, ValueError):
+    """Weights that were sent do not fit the model that they are for."""
 
 
 class GeneratorWorker:
     """A model on its device and the engine that samples from it."""
 
-    def __init__(self, model: ModelSpec, rollout: RolloutSettings) -> None:
-        self.policy = build_policy(model)
+    def __init__(self, seat: Seat, model: ModelSpec, rollout: RolloutSettings) -> None:
+        self.policy = build_policy(model, seat)
         self.rollout_engine = NativeEngine(self.policy.model, self.policy.tokenizer, rollout.native)
 
-    def rollout(self, prompts: Batch, sampling: SamplingParams, step: int) -> Batch:
-        """Samples of each prompt, group by group; the step keys the draws."""
-        return self.rollout_engine.generate(prompts, sampling, step=step)
+    def rollout(self, prompts: Batch, sampling: SamplingParams, step: int, sizes: tuple[int, ...]) -> Pieces[Batch]:
+        """Samples of each prompt, group by group, in chunks of these numbers of rows; the step keys the draws."""
+        return cut_rollout(self.rollout_engine.generate(prompts, sampling, step=step), sizes)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Weights) -> None:
+        """Takes up the trainer's weights, rounded to this model's own type; the addresses stay."""
+        own = dict(self.policy.model.module.named_parameters())
+        odd = sorted(set(own) ^ set(weights.tensors))
+        if odd:
+            raise WeightsError(
+                f"weight '{odd[0]}' is not on both sides ({len(odd)} such); give actor and rollout one model"
+            )
+        for name, carried in weights.tensors.items():
+            own[name].copy_(carried.tensor())
+        self.rollout_engine.load_weights(weights.version)
 
     def close(self) -> None:
         """Nothing runs outside this process."""
 
 
 class Generator:
-    """Verbs of a generating role on the page. Each returns at once."""
+    """Verbs of a generating role on the page. Each returns at once.
+
+    chunks_wanted: into about how many chunks a step's rows are cut at least, so that others can share them out.
+    """
 
     def __init__(
-        self, runtime: Runtime, worker: Worker[GeneratorWorker], rollout: RolloutSettings, sampling: SamplingParams
+        self,
+        runtime: Runtime,
+        group: Group[GeneratorWorker],
+        rollout: RolloutSettings,
+        sampling: SamplingParams,
+        chunks_wanted: int = 1,
     ) -> None:
-        self._runtime, self._worker = runtime, worker
-        self._max_chunks, self._sampling = rollout.chunks, sampling
+        self._runtime, self._generators = runtime, group
+        self._calls_per_worker, self._sampling, self._chunks_wanted = rollout.chunks, sampling, chunks_wanted
 
     def rollout(self, prompts: Batch, *, step: int, sampling: SamplingParams | None = None) -> BatchRef:
         """`samples_per_prompt` samples of each prompt; `sampling` stands in for the role's own (evaluation)."""
         chosen = sampling or self._sampling
-        parts = prompts.split(min(self._max_chunks, max(prompts.num_rows, 1)))
-        chunks = (self._runtime.submit(self._worker, GeneratorWorker.rollout, part, chosen, step) for part in parts)
-        return BatchRef(tuple(chunks), tuple(part.num_rows * chosen.samples_per_prompt for part in parts))
+        num_calls = min(self._calls_per_worker * self._generators.size, max(prompts.num_rows, 1))
+        chunks: list[ChunkRef] = []
+        first_row = 0
+        for part in prompts.split(num_calls):
+            sizes = self._plan_chunks(part.num_rows, num_calls, chosen.samples_per_prompt)
+            label = name_rows(first_row, sum(sizes))
+            refs = self._runtime.submit_pieces(
+                self._generators, GeneratorWorker.rollout, 2 * len(sizes), part, chosen, step, sizes, rows=label
+            )
+            chunks += name_parts(refs, sizes)
+            first_row += sum(sizes)
+        return BatchRef(tuple(chunks))
+
+    def _plan_chunks(self, num_prompts: int, num_calls: int, samples: int) -> tuple[int, ...]:
+        """Rows of each chunk of one call: whole groups, as even as they come."""
+        count = max(min(-(-self._chunks_wanted // num_calls), num_prompts), 1)
+        return tuple(samples * (num_prompts // count + (index < num_prompts % count)) for index in range(count))
 
 
 def place_generator(
     runtime: Runtime, model: ModelSpec, rollout: RolloutSettings, sampling: SamplingParams
 ) -> Generator:
-    """A generator on a worker of its own."""
-    return Generator(runtime, runtime.place("generator", GeneratorWorker, model, rollout), rollout, sampling)
+    """A generator on workers of its own."""
+    return Generator(runtime, runtime.place("rollout", GeneratorWorker, model, rollout), rollout, sampling)

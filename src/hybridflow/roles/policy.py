@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers.utils import logging
 
 from hybridflow.config import ConfigError, Field, settings
 from hybridflow.models import LanguageModel, fresh_model, load_model, load_tokenizer
+from hybridflow.runtime.api import Seat
 from hybridflow.types import Numerics
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -53,8 +55,13 @@ class Policy:
     tokenizer: PreTrainedTokenizerBase
 
 
-def check_model(settings: ModelSettings, numerics: Numerics, key: str = "model") -> None:
-    """Raises ConfigError for what can be seen to be wrong without loading the model."""
+def check_model(
+    settings: ModelSettings, numerics: Numerics, key: str = "model", kind: str | None = None, dtype: str | None = None
+) -> None:
+    """Raises ConfigError for what can be seen to be wrong without loading the model.
+
+    kind, dtype: what the placement says of its devices, which may be on other machines; None leaves it to the settings.
+    """
     if (settings.path is None) == (settings.config is None):
         raise ConfigError(f"{key}.path and {key}.config: exactly one is needed; give {key}.path=<directory of a model>")
     if settings.path is not None:
@@ -63,15 +70,17 @@ def check_model(settings: ModelSettings, numerics: Numerics, key: str = "model")
         raise ConfigError(f"{key}.tokenizer: a new model needs one; give the directory of a tokenizer")
     if settings.tokenizer is not None and not Path(settings.tokenizer).is_dir():
         raise ConfigError(f"{key}.tokenizer: '{settings.tokenizer}' is no directory; give one that holds a tokenizer")
-    wanted = resolve_device(settings.device)
-    if wanted != "cpu" and int(wanted.removeprefix("cuda").removeprefix(":") or 0) >= torch.cuda.device_count():
+    device = {"cpu": "cpu", "gpu": "cuda"}[kind] if kind else resolve_device(settings.device)
+    number = int(device.removeprefix("cuda").removeprefix(":") or 0) if device != "cpu" else -1
+    if kind is None and number >= torch.cuda.device_count():
         raise ConfigError(
             f"{key}.device: '{settings.device}' is not here, there are {torch.cuda.device_count()} GPUs; set {key}.device=auto or cpu"
         )
-    if numerics == "exact" and not (resolve_device(settings.device) == "cpu" and settings.dtype in ("auto", "float32")):
+    chosen = dtype or settings.dtype
+    if numerics == "exact" and not (device == "cpu" and chosen in ("auto", "float32")):
         raise ConfigError(
-            f"numerics: 'exact' holds on the CPU in float32, not with {key}.device='{settings.device}' and "
-            f"{key}.dtype='{settings.dtype}'; set {key}.device=cpu and {key}.dtype=float32, or numerics=fast"
+            f"numerics: 'exact' holds on the CPU in float32, not on {device} with {key}.dtype='{chosen}'; set {key}.device=cpu and "
+            f"{key}.dtype=float32, and place the role on CPUs or not at all, or set numerics=fast"
         )
 
 
@@ -91,13 +100,23 @@ def read_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     return load_tokenizer(settings.tokenizer or model_directory(settings.path or ""))
 
 
-def build_policy(spec: ModelSpec) -> Policy:
-    """Loads or makes the model, on its device, in its numbers."""
+def read_hidden_size(settings: ModelSettings) -> int:
+    """Width of the model, without the model: what a row's cost depends on beside its length."""
+    values = settings.config
+    if values is None:
+        values = json.loads((model_directory(settings.path or "") / "config.json").read_text())
+    # A model of several kinds of input keeps the language model's values apart.
+    text: dict[str, Any] = values.get("text_config", values)
+    return int(text.get("hidden_size", 1024))
+
+
+def build_policy(spec: ModelSpec, seat: Seat) -> Policy:
+    """Loads or makes the model, on its device, in its numbers; what the placement says of these comes first."""
     pin_numerics(spec.numerics, spec.threads)
     logging.disable_progress_bar()  # the run has a bar of its own
     chosen = spec.settings
-    device = torch.device(resolve_device(chosen.device))
-    dtype = resolve_dtype(chosen.dtype, device)
+    device = torch.device(seat.device or resolve_device(chosen.device))
+    dtype = resolve_dtype(seat.dtype or chosen.dtype, device)
     if chosen.config is not None:
         tokenizer = read_tokenizer(chosen)
         values = _config_from(tokenizer) | chosen.config

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from hybridflow.batch import Batch
+from hybridflow.roles.parts import TOKENS, add_columns, cut_columns
 from hybridflow.roles.policy import ModelSpec, build_policy
-from hybridflow.runtime.api import Runtime
+from hybridflow.runtime.api import Pieces, Runtime, Seat
 from hybridflow.train_engine import compute_batch_logprobs
 from hybridflow.types import BatchRef
 
@@ -12,17 +13,17 @@ from hybridflow.types import BatchRef
 class ReferenceWorker:
     """A frozen model on its device."""
 
-    def __init__(self, spec: ModelSpec, micro_batch_tokens: int) -> None:
-        self.model = build_policy(spec).model
+    def __init__(self, seat: Seat, spec: ModelSpec, micro_batch_tokens: int) -> None:
+        self.model = build_policy(spec, seat).model
         self.model.module.requires_grad_(False)
         self.micro_batch_tokens = micro_batch_tokens
 
-    def log_prob(self, batch: Batch, temperature: float) -> Batch:
-        """Column `ref_logprobs` [tokens of the row] float32: of each counted token, 0.0 elsewhere."""
+    def log_prob(self, batch: Batch, sizes: tuple[int, ...], temperature: float) -> Pieces[Batch]:
+        """Column `ref_logprobs` [tokens of the row] float32: of each counted token, 0.0 elsewhere; in chunks of these numbers of rows."""
         logprobs = compute_batch_logprobs(
             self.model, batch, temperature=temperature, micro_batch_tokens=self.micro_batch_tokens
         )
-        return Batch.from_columns(ref_logprobs=logprobs)
+        return cut_columns(Batch.from_columns(ref_logprobs=logprobs), sizes)
 
     def close(self) -> None:
         """Nothing runs outside this process."""
@@ -34,12 +35,9 @@ class Reference:
     def __init__(self, runtime: Runtime, spec: ModelSpec, *, micro_batch_tokens: int, temperature: float) -> None:
         self._runtime = runtime
         self._temperature = temperature
-        self._worker = runtime.place("reference", ReferenceWorker, spec, micro_batch_tokens)
+        self._workers = runtime.place("reference", ReferenceWorker, spec, micro_batch_tokens)
 
     def log_prob(self, batch: BatchRef) -> BatchRef:
-        """Log-probabilities of the sampled tokens under the reference, chunk by chunk."""
-        chunks = (
-            self._runtime.submit(self._worker, ReferenceWorker.log_prob, chunk, self._temperature)
-            for chunk in batch.chunks
-        )
-        return BatchRef(tuple(chunks), batch.chunk_rows)
+        """Log-probabilities of the sampled tokens under the reference."""
+        tokens, verb = batch.only(TOKENS), ReferenceWorker.log_prob
+        return add_columns(self._runtime, self._workers, verb, tokens, "reference", self._temperature)

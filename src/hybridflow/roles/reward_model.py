@@ -7,7 +7,8 @@ from typing import Any
 
 from hybridflow.batch import Batch
 from hybridflow.rewards import RewardPool, RewardSettings
-from hybridflow.runtime.api import Runtime
+from hybridflow.roles.parts import PER_TOKEN, TEXT, TOKENS, add_columns, cut_columns
+from hybridflow.runtime.api import Pieces, Runtime, Seat
 from hybridflow.types import BatchRef
 
 RewardFunction = Callable[..., float]
@@ -16,12 +17,12 @@ RewardFunction = Callable[..., float]
 class RewardWorker:
     """Holds the pool of processes that run the user's function."""
 
-    def __init__(self, settings: RewardSettings, function: RewardFunction | None) -> None:
+    def __init__(self, seat: Seat, settings: RewardSettings, function: RewardFunction | None) -> None:
         self.pool = RewardPool(settings, function)
 
-    def score(self, batch: Batch) -> Batch:
-        """Columns `reward` float64 (null where the function failed) and `reward_error`."""
-        return self.pool.score(batch)
+    def score(self, batch: Batch, sizes: tuple[int, ...]) -> Pieces[Batch]:
+        """Columns `reward` float64 (null where the function failed) and `reward_error`, in chunks of these numbers of rows."""
+        return cut_columns(self.pool.score(batch), sizes)
 
     def close(self) -> None:
         """Ends the processes."""
@@ -29,13 +30,23 @@ class RewardWorker:
 
 
 class RewardModel:
-    """Verbs of the reward on the page."""
+    """Verbs of the reward on the page.
 
-    def __init__(self, runtime: Runtime, settings: RewardSettings, function: Callable[..., Any] | None = None) -> None:
+    columns: those that the function names, so that per-token ones are pulled only where it asks for them; None where it is not known.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        settings: RewardSettings,
+        function: Callable[..., Any] | None = None,
+        columns: frozenset[str] | None = None,
+    ) -> None:
         self._runtime = runtime
-        self._worker = runtime.place("reward", RewardWorker, settings, function)
+        asks_for_tokens = columns is None or bool(columns.intersection(PER_TOKEN))
+        self._parts = (TEXT, TOKENS) if asks_for_tokens else (TEXT,)
+        self._workers = runtime.place("reward", RewardWorker, settings, function)
 
     def score(self, batch: BatchRef) -> BatchRef:
-        """Rewards of the rows, chunk by chunk."""
-        chunks = (self._runtime.submit(self._worker, RewardWorker.score, chunk) for chunk in batch.chunks)
-        return BatchRef(tuple(chunks), batch.chunk_rows)
+        """Rewards of the rows."""
+        return add_columns(self._runtime, self._workers, RewardWorker.score, batch.only(*self._parts), "reward")

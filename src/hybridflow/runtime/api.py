@@ -1,14 +1,15 @@
-"""What a role asks of a runtime: place a worker, call its verbs, look at results."""
+"""What a role asks of a runtime: place a group of workers, call their verbs, look at results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from hybridflow.batch import Batch
 from hybridflow.config import Field, HybridflowError, settings
-from hybridflow.types import BatchRef, Metrics, MetricsRef, Ref, Span
+from hybridflow.runtime.placement import PlacementSettings
+from hybridflow.types import BatchRef, Metrics, MetricsRef, Recovery, Ref, Span
 
 
 class Closeable(Protocol):
@@ -20,7 +21,26 @@ class Closeable(Protocol):
 W = TypeVar("W", bound=Closeable)
 W_co = TypeVar("W_co", bound=Closeable, covariant=True)
 R = TypeVar("R")
+S = TypeVar("S")
+T_co = TypeVar("T_co", covariant=True)
 P = ParamSpec("P")
+
+
+@settings
+class RecoverySettings:
+    """What is done about a worker that dies or does not answer (Ray)."""
+
+    max_restarts: int = Field(default=8, ge=0)
+    """Deaths within `window_s` that are repaired; one more stops the run, with a checkpoint. 0 stops at the first."""
+    window_s: float = Field(default=3600.0, gt=0)
+    """Seconds after which a death no longer counts against `max_restarts`."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Times that one call may lose its worker; then the call itself is taken to be the cause, and the run stops."""
+    snapshot_every_steps: int = Field(default=1, ge=0)
+    """Steps between copies of the training state in memory outside the trainer's process; 0 keeps none, and a lost trainer ends the run
+    at its last checkpoint."""
+    wait_for_node_s: float = Field(default=10.0, ge=0)
+    """Seconds that a lost node is waited for before its workers are started on what is left."""
 
 
 @settings
@@ -28,11 +48,17 @@ class RuntimeSettings:
     """Where roles run and how long anything may take."""
 
     kind: str = Field(default="local", pattern="^(local|ray)$")
-    """`local`: all roles in this process, breakpoints work anywhere. `ray`: one Ray worker a role. `RAY_ADDRESS=local` means local."""
+    """`local`: all roles in this process, breakpoints work anywhere. `ray`: workers of their own. `RAY_ADDRESS=local` means local."""
     address: str | None = None
     """Ray cluster to join, e.g. 'auto'; null starts one on this machine."""
+    num_cpus: int | None = Field(default=None, ge=1)
+    """CPUs that a cluster started here offers; null takes the machine's. More than there are lets workers share cores."""
+    placement: PlacementSettings = Field(default_factory=PlacementSettings)
+    """Which devices each role gets (Ray)."""
+    recovery: RecoverySettings = Field(default_factory=RecoverySettings)
+    """What is done about a worker that dies (Ray)."""
     call_timeout_s: float = Field(default=3600.0, gt=0)
-    """Seconds a single wait for a worker may last before the run stops and says who waited for whom."""
+    """Seconds that one call may run; then its worker counts as dead, and the log says who waited for whom."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds a worker may take to start and load its model."""
     threads_per_worker: int = Field(default=0, ge=0, le=1024)
@@ -40,33 +66,113 @@ class RuntimeSettings:
 
 
 class WorkerError(HybridflowError, RuntimeError):
-    """A verb failed in a worker; the message names role, verb, phase and step, and carries the worker's own traceback once."""
+    """A verb failed in a worker; the message names role, rank, device, verb, phase and step, with the worker's own traceback once."""
+
+
+class WorkersLostError(WorkerError):
+    """Workers died more often than may be repaired; what the run knew at its last snapshot is still there."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of one worker in its group: `Seat("actor", rank=1, size=2, device="cuda:0", rendezvous="tcp://10.0.0.1:29500")`.
+
+    device, dtype: what the placement says; None leaves it to the model's own settings.
+    rendezvous:    where the ranks of a gang meet (`init_method` of torch.distributed); None where there is one rank, or no gang.
+    timeout_s:     bound of every wait for another rank.
+    """
+
+    role: str
+    rank: int = 0
+    size: int = 1
+    device: str | None = None
+    dtype: str | None = None
+    rendezvous: str | None = None
+    timeout_s: float = 3600.0
 
 
 @dataclass(frozen=True, eq=False)
-class Worker(Generic[W_co]):
-    """A placed worker of class W. Only its runtime looks into `handle`."""
+class Pieces(Generic[T_co]):
+    """What a verb returns whose result is several objects, each fetched by itself.
 
-    role: str
-    handle: Any
+    digests: for each object the few numbers that the controller may read (lengths, states), or None.
+    """
+
+    objects: tuple[T_co, ...]
+    digests: tuple[Any, ...]
+
+
+class Group(Protocol[W_co]):
+    """Workers of class W that share a role. `gang`: their calls meet in collectives, so one death restarts all."""
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+Split = Callable[[Sequence[Any], int], Sequence[tuple[Any, ...]]]
+"""(digests, size) -> the arguments of each of `size` workers."""
 
 
 class Runtime(Protocol):
-    """Where workers live. Calls of one worker run first in, first out; a call starts when its inputs are there."""
+    """Where workers live.
 
-    def place(self, role: str, build: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Worker[W]:
-        """A worker named `role`, made by `build(*args)` where it will live.
+    The calls of a group keep their order around every change of state: a `submit` sees the state that the `broadcast` and `scatter`
+    calls before it have left, and no later one. Between two changes, calls run when their inputs are there, on any worker that is free.
+    """
 
-        May return before it is ready, so that workers start side by side; the next `get` waits for all of them, no longer than
-        `start_timeout_s`, and raises WorkerError for one that cannot start.
+    def place(self, role: str, build: Callable[Concatenate[Seat, P], W], *args: P.args, **kwargs: P.kwargs) -> Group[W]:
+        """The workers of `role`, each made by `build(seat, *args)` where it will live; as many as the placement has devices for.
+
+        May return before they are ready, so that workers start side by side. Raises WorkerError, here or from a later `get`, for one
+        that cannot start within `start_timeout_s`.
         """
         ...
 
-    def submit(self, worker: Worker[W], verb: Callable[Concatenate[W, ...], R], *args: Any) -> Ref[R]:
-        """Calls `verb(worker, *args)` there and returns at once.
+    def place_gang(
+        self, role: str, build: Callable[Concatenate[Seat, P], W], *args: P.args, **kwargs: P.kwargs
+    ) -> Group[W]:
+        """The same for workers that meet in collectives (`Seat.rendezvous`): they live and die together."""
+        ...
+
+    def submit(self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any, rows: str = "") -> Ref[R]:
+        """Calls `verb(worker, *args)` on one worker, whichever is free, and returns at once. The verb must not change the worker's state.
 
         References inside the arguments arrive as the data that they name, which is why the facade, not this call, types them.
+        rows: which rows of the step this is about, for errors: `rows="rows 0 to 63"`.
         """
+        ...
+
+    def submit_pieces(
+        self, group: Group[W], verb: Callable[Concatenate[W, ...], Pieces[R]], count: int, *args: Any, rows: str = ""
+    ) -> tuple[Ref[R], ...]:
+        """As `submit`, for a verb that returns `count` objects."""
+        ...
+
+    def broadcast(
+        self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any, replaces: bool = False
+    ) -> Ref[tuple[R, ...]]:
+        """Calls a verb that changes state with the same arguments on every worker; the results by rank.
+
+        replaces: the state afterwards follows from these arguments alone (weights, a checkpoint), so that a restarted worker needs
+                  nothing from before.
+        """
+        ...
+
+    def scatter(
+        self, group: Group[W], verb: Callable[Concatenate[W, ...], R], split: Split, described: Sequence[Ref[Any]]
+    ) -> Ref[tuple[R, ...]]:
+        """Calls a verb that changes state on every worker, each with its own arguments; the results by rank.
+
+        split: is called with the digests of `described` as soon as they are there, in the controller.
+        """
+        ...
+
+    def snapshot(self, group: Group[W], take: Callable[[W], S], restore: Callable[[W, S], None]) -> Ref[S] | None:
+        """Copies a gang's state out of its processes: a worker that dies later starts from `restore(worker, take(worker))` and what came
+        after. None where nothing can outlive the worker (one process)."""
         ...
 
     @overload
@@ -81,6 +187,14 @@ class Runtime(Protocol):
 
     def spans(self) -> list[Span]:
         """The workers' own times of all calls that ended since the last look, in the order they were submitted."""
+        ...
+
+    def metrics(self) -> Metrics:
+        """What the runtime itself cost since the last look: `controller/*` and `recovery/*`; empty in one process."""
+        ...
+
+    def recoveries(self) -> list[Recovery]:
+        """The deaths that were repaired since the last look."""
         ...
 
     def shutdown(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _BatchSlot:
-    slots: tuple[_Slot, ...]
+    chunks: tuple[Mapping[str, _Slot], ...]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def flatten_refs(value: Any) -> tuple[Any, list[Ref[Any]]]:
             refs.append(item)
             return _Slot(len(refs) - 1)
         if isinstance(item, BatchRef):
-            return _BatchSlot(tuple(take(chunk) for chunk in item.chunks))
+            return _BatchSlot(tuple({name: take(part) for name, part in chunk.parts.items()} for chunk in item.chunks))
         if isinstance(item, MetricsRef):
             return _MetricsSlot(tuple(take(part) for part in item.parts))
         return _map_children(item, take)
@@ -48,18 +48,29 @@ def flatten_refs(value: Any) -> tuple[Any, list[Ref[Any]]]:
 
 
 def restore_refs(skeleton: Any, values: Sequence[Any]) -> Any:
-    """The inverse of `flatten_refs` with data for references: a `BatchRef` comes back as a `Batch`, a `MetricsRef` merged."""
+    """The inverse of `flatten_refs` with data for references.
+
+    A `BatchRef` comes back as a `Batch`: its chunks one below the other, the parts of each side by side, a column that several parts
+    have taken from the first. A `MetricsRef` comes back merged over calls and workers.
+    """
 
     def put(item: Any) -> Any:
         if isinstance(item, _Slot):
             return values[item.index]
         if isinstance(item, _BatchSlot):
-            return Batch.concat([put(slot) for slot in item.slots])
+            return Batch.concat([_join_parts([put(slot) for slot in parts.values()]) for parts in item.chunks])
         if isinstance(item, _MetricsSlot):
-            return merge_metrics([put(slot) for slot in item.slots])
+            return merge_metrics([metrics for slot in item.slots for metrics in put(slot)])
         return _map_children(item, put)
 
     return put(skeleton)
+
+
+def _join_parts(parts: Sequence[Batch]) -> Batch:
+    joined = parts[0]
+    for part in parts[1:]:
+        joined = joined.merge(part.select(name for name in part.column_names if name not in joined))
+    return joined
 
 
 def _map_children(item: Any, change: Callable[[Any], Any]) -> Any:

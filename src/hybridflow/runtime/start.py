@@ -38,7 +38,8 @@ def open_runtime(settings: RuntimeSettings) -> Iterator[Runtime]:
 
 
 def worker_threads(settings: RuntimeSettings, numerics: Numerics) -> int:
-    """Arithmetic threads of a worker; 0 leaves the process's own setting. Exact mode pins one, so that sums keep their order everywhere."""
+    """Arithmetic threads of a worker; 0 leaves the process's own setting (on Ray, one a core of its slot). Exact mode pins one, so that
+    sums keep their order everywhere."""
     if settings.threads_per_worker:
         return settings.threads_per_worker
-    return 1 if numerics == "exact" or settings.kind == "ray" else 0
+    return 1 if numerics == "exact" else 0

@@ -1,4 +1,4 @@
-"""TrainEngine: one optimizer step over a mini-batch of rows, on one device.
+"""TrainEngine: one optimizer step over a mini-batch of rows, on one device or on several as replicas.
 
 Dimensions: T packed tokens of a micro-batch, M those of them that count.
 """
@@ -25,8 +25,11 @@ from hybridflow.train_engine.logprobs import compute_batch_logprobs, compute_pac
 from hybridflow.train_engine.loss_totals import LossTotals
 from hybridflow.train_engine.optimizer import AdamW, OptimizerSettings
 from hybridflow.train_engine.packing import PackedRows, Rows, pack_rows, read_rows, to_device
+from hybridflow.train_engine.ranks import Ranks
 from hybridflow.train_engine.schedule import ScheduleSettings, compute_learning_rate
 from hybridflow.types import Metrics, last, mean, total
+
+_ALONE = Ranks()
 
 
 @settings
@@ -62,52 +65,58 @@ class NonFiniteError(HybridflowError, RuntimeError):
 class TrainEngine:
     """Trains a model on one device; the weights change in place and keep their addresses.
 
-    Determinism: with the same rows in the same order, the same settings and the same number of threads, every number is
-    bit-equal on the CPU: micro-batches, their order and the order of all sums follow from the row lengths. In exact mode a
-    row's log-probabilities do not depend on its micro-batch either. Gradients of other micro-batch splits differ by
-    rounding: 1e-5 relative in float32, 1e-10 in float64.
+    ranks: the replicas that train together, each with its own rows of every mini-batch and an engine like this one. They take the
+           same steps with the same gradients and stay bit-equal. Collectives of a step: the denominator; which weights have a
+           gradient; the gradients, one for each 32 MiB; the loss sums with the numbers that have to be the same on all ranks
+           (gradient norm, checksum of the weights before the step). Where no token counts, the first alone. All but the
+           gradients are numbers of the host, and the device is waited for once a step, as alone.
+
+    Determinism: with the same rows in the same order on the same number of ranks, the same settings and the same number of
+    threads, every number is bit-equal on the CPU: micro-batches, their order and the order of all sums follow from the row
+    lengths. In exact mode a row's log-probabilities do not depend on its micro-batch either. Gradients of other micro-batch
+    splits or numbers of ranks differ by rounding: 1e-5 relative in float32, 1e-10 in float64.
     """
 
-    def __init__(self, model: LanguageModel, settings: TrainSettings) -> None:
+    def __init__(self, model: LanguageModel, settings: TrainSettings, ranks: Ranks = _ALONE) -> None:
         self.model = model
         self.settings = settings
+        self.ranks = ranks
         self.optimizer = AdamW(dict(model.module.named_parameters()), settings.optimizer)
         self._steps_taken = 0
         self._skipped_in_a_row = 0
         if settings.gradient_checkpointing:
             _enable_checkpointing(model)
 
-    def update(self, batch: Batch, loss: TokenLoss) -> Metrics:
-        """One optimizer step over the rows of `batch` that are OK: the gradient of sum(loss) / denominator.
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps so far, skipped ones left out; the same on all ranks."""
+        return self._steps_taken
 
-        batch:   `tokens`, `loss_mask`, `state`, and the loss's own columns.
+    def update(self, batch: Batch | None, loss: TokenLoss) -> Metrics:
+        """One optimizer step over the rows that are OK, of all ranks: the gradient of sum(loss) / denominator.
+
+        batch:   this rank's rows, None or none where it has none: `tokens`, `loss_mask`, `state`, and the loss's own columns.
+                 Every rank calls, as often as the others.
         returns: the loss's metrics, and `train/`: grad_norm (before clipping), lr, rows and tokens (those that went through
-                 the model), micro_batches, skipped_steps and nonfinite_steps (0 or 1 here; they sum).
+                 the model), micro_batches, skipped_steps and nonfinite_steps (0 or 1 here; they sum). What is the same on
+                 all ranks comes from rank 0, the rest from each about its rows: merged over ranks, they are those of one
+                 process (but for micro_batches, of which other splits make another number).
 
         A step is skipped, and counted, when no token counts, or when loss or gradient is not finite; it moves neither
         weights nor optimizer nor schedule, and reports no loss. Only the second kind can stop the run (`NonFiniteError`):
         where every group is constant there is nothing to learn, and nothing wrong.
-        """
-        lr = compute_learning_rate(self._steps_taken, self.settings.optimizer.lr, self.settings.schedule)
-        totals, metrics = self.accumulate(batch, loss)
-        metrics |= {"train/lr": last(lr), "train/skipped_steps": total(0), "train/nonfinite_steps": total(0)}
-        if not totals.denominator:
-            return metrics | {"train/skipped_steps": total(1)}
-        grad_norm = self.optimizer.compute_grad_norm()
-        mean_loss, grad_norm_value = totals.read(grad_norm)
-        if not (math.isfinite(mean_loss) and math.isfinite(grad_norm_value)):
-            self._skip_nonfinite(mean_loss, grad_norm_value)
-            return metrics | {"train/skipped_steps": total(1), "train/nonfinite_steps": total(1)}
-        self.optimizer.step(lr, grad_norm)
-        self._steps_taken += 1
-        self._skipped_in_a_row = 0
-        return metrics | totals.metrics() | {"train/grad_norm": mean(grad_norm_value)}
 
-    def accumulate(self, batch: Batch, loss: TokenLoss) -> tuple[LossTotals, Metrics]:
+        An error ends the waits of the other ranks, and this engine takes no further step with them.
+        """
+        with self.ranks.leaving_on_error():
+            totals, metrics = self.accumulate(batch, loss)
+            return metrics | self._take_step(totals)
+
+    def accumulate(self, batch: Batch | None, loss: TokenLoss) -> tuple[LossTotals, Metrics]:
         """Leaves the gradient of the whole mini-batch in `optimizer.gradients()`, in place of whatever was there.
 
         Micro-batches by the plan, one backward each; every sum is divided by the denominator of the whole mini-batch, which
-        is counted from the same mask beforehand. Nothing waits for the device.
+        is counted from the same mask beforehand; then gradients are summed over ranks. Nothing waits for the device.
         """
         self.optimizer.discard_gradients()
         # Dropout would change log-probabilities between two passes over the same rows.
@@ -115,7 +124,7 @@ class TrainEngine:
         rows = read_rows(batch, loss.columns)
         _check_lengths(rows.lengths, self.model.config.max_position_embeddings)
         counts = rows.count_masked()
-        totals = LossTotals(compute_denominator(counts, loss.normalization))
+        totals = LossTotals(self.ranks.total(compute_denominator(counts, loss.normalization)), self.ranks)
         plan = plan_rows(self.model, rows, counts > 0, self.settings.micro_batch_tokens)
         with _checkpointing(self.model, self.settings.gradient_checkpointing):
             for micro_batch in plan:
@@ -123,6 +132,8 @@ class TrainEngine:
                 loss_sum = self._compute_loss(rows, packed, loss)
                 (loss_sum.total / totals.denominator).backward()
                 totals.add(loss_sum)
+        if totals.denominator:
+            self.optimizer.sum_gradients(self.ranks)
         return totals, {
             "train/rows": total(sum(len(micro_batch.rows) for micro_batch in plan)),
             "train/tokens": total(sum(micro_batch.num_tokens for micro_batch in plan)),
@@ -182,6 +193,32 @@ class TrainEngine:
         self._steps_taken = int(state["steps_taken"])
         self._skipped_in_a_row = int(state["skipped_in_a_row"])
         self.optimizer.discard_gradients()
+
+    def _take_step(self, totals: LossTotals) -> Metrics:
+        """Steps by the gradients that `accumulate` has left, or skips; the metrics of that."""
+        lr = compute_learning_rate(self._steps_taken, self.settings.optimizer.lr, self.settings.schedule)
+        if not totals.denominator:
+            return self._report_step(lr, skipped=1)
+        grad_norm = self.optimizer.compute_grad_norm()
+        mean_loss, grad_norm_value, *_ = totals.read({"the gradient norm": grad_norm, **self._compute_checksum()})
+        if not (math.isfinite(mean_loss) and math.isfinite(grad_norm_value)):
+            self._skip_nonfinite(mean_loss, grad_norm_value)
+            return self._report_step(lr, skipped=1, nonfinite=1)
+        self.optimizer.step(lr, grad_norm)
+        self._steps_taken += 1
+        self._skipped_in_a_row = 0
+        return totals.metrics() | self._report_step(lr, {"train/grad_norm": mean(grad_norm_value)})
+
+    def _compute_checksum(self) -> dict[str, Tensor]:
+        """Of the weights that this step starts from; nothing where there is no other rank to compare with."""
+        return {} if self.ranks.size == 1 else {"the checksum of the weights": self.optimizer.compute_checksum()}
+
+    def _report_step(self, lr: float, more: Metrics | None = None, *, skipped: int = 0, nonfinite: int = 0) -> Metrics:
+        """What is the same on all ranks, from the first of them alone."""
+        if self.ranks.rank:
+            return {}
+        counts = {"train/skipped_steps": total(skipped), "train/nonfinite_steps": total(nonfinite)}
+        return {"train/lr": last(lr)} | counts | (more or {})
 
     def _compute_loss(self, rows: Rows, packed: PackedRows, loss: TokenLoss) -> LossSum:
         device = self.model.device

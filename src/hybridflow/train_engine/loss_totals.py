@@ -1,23 +1,26 @@
-"""Sums of a loss over the micro-batches of one mini-batch, kept on the device until one wait at the end."""
+"""Sums of a loss over the micro-batches and ranks of one mini-batch, kept on the device until one wait at the end."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from hybridflow.algorithms.losses import LossSum
+from hybridflow.train_engine.ranks import Ranks, check_same
 from hybridflow.types import Metric, Metrics, Reduce
 
 _WEIGHT_TOLERANCE = 1e-4
 
 
 class LossTotals:
-    """Adds up the `LossSum` of each micro-batch; `denominator` is what the whole mini-batch is divided by."""
+    """Adds up the `LossSum` of each micro-batch; `denominator` is what the whole mini-batch, of all ranks, is divided by."""
 
-    def __init__(self, denominator: float) -> None:
+    def __init__(self, denominator: float, ranks: Ranks) -> None:
         self.denominator = denominator
+        self._ranks = ranks
         self._names: list[tuple[str, Reduce]] = []
         self._parts: list[Tensor] = []
         self._values: list[list[float]] = []
@@ -33,30 +36,43 @@ class LossTotals:
         pairs = [(loss_sum.total, loss_sum.weight), *((m.value, m.weight) for m in loss_sum.metrics.values())]
         self._parts.append(torch.stack([scalar.detach().double() for pair in pairs for scalar in pair]))
 
-    def read(self, *readings: Tensor) -> list[float]:
-        """Waits for the device, once; returns the mean loss, and the scalar `readings` with it.
+    def read(self, same: Mapping[str, Tensor]) -> list[float]:
+        """Waits for the device, once, and then for the other ranks, in one collective; returns the mean loss and the scalars `same`.
 
+        same: by name, what has to be the same on every rank; DriftError where it is not.
         Raises ValueError where the loss's weights do not add up to the denominator: then it counted by another mask.
         """
-        width = self._parts[0].numel()
-        flat = torch.cat([*self._parts, *(reading.detach().double().reshape(1) for reading in readings)]).tolist()
-        split = len(self._parts) * width
-        self._values = [flat[start : start + width] for start in range(0, split, width)]
-        total, weight = (sum(part[column] for part in self._values) for column in (0, 1))
+        own = self._read_device(same.values())
+        by_rank = self._ranks.gather(own)
+        for column, name in enumerate(same, start=2):
+            check_same(name, [numbers[column] for numbers in by_rank])
+        total, weight = (sum(numbers[column] for numbers in by_rank) for column in (0, 1))
         if not abs(weight - self.denominator) <= _WEIGHT_TOLERANCE * self.denominator:
             raise ValueError(
                 f"the loss's weights add up to {weight:.9g}, but loss_mask gives {self.denominator:.9g} over the mini-batch; "
                 "a loss has to sum over mask_T with weights_T and return the sum of these weights"
             )
-        return [total / self.denominator, *flat[split:]]
+        return [total / self.denominator, *own[2:]]
 
     def metrics(self) -> Metrics:
-        """The loss's metrics over the mini-batch, each reduced as it says; call `read` first."""
-        columns = range(2, 2 + 2 * len(self._names), 2)
-        return {
-            name: _reduce([(part[column], part[column + 1]) for part in self._values], reduce)
-            for (name, reduce), column in zip(self._names, columns, strict=True)
-        }
+        """The loss's metrics over this rank's rows, each reduced as it says; call `read` first.
+
+        A sum or an extreme of nothing is NaN, and left out where other ranks have theirs.
+        """
+        metrics = {}
+        for column, (name, reduce) in zip(range(2, 2 + 2 * len(self._names), 2), self._names, strict=True):
+            pairs = [(part[column], part[column + 1]) for part in self._values]
+            if self._ranks.size == 1 or reduce is Reduce.MEAN or any(weight for _, weight in pairs):
+                metrics[name] = _reduce(pairs, reduce)
+        return metrics
+
+    def _read_device(self, readings: Iterable[Tensor]) -> list[float]:
+        """This rank's sum and weight of the loss, and the readings."""
+        flat = torch.cat([*self._parts, *(reading.detach().double().reshape(1) for reading in readings)]).tolist()
+        width = 2 + 2 * len(self._names)
+        split = len(self._parts) * width
+        self._values = [flat[start : start + width] for start in range(0, split, width)]
+        return [*(sum(part[column] for part in self._values) for column in (0, 1)), *flat[split:]]
 
 
 def _reduce(pairs: list[tuple[float, float]], reduce: Reduce) -> Metric:

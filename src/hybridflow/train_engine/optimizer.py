@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hybridflow.config import Field, settings
+from hybridflow.train_engine.gradients import sum_gradients
+from hybridflow.train_engine.ranks import Ranks
 
 _MASTER_DTYPES = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
 
@@ -89,6 +91,10 @@ class AdamW:
         """What the backward passes have summed up so far, by name, in the master's type; not copies."""
         return {name: master.grad for name, master in self._masters.items() if master.grad is not None}
 
+    def sum_gradients(self, ranks: Ranks) -> None:
+        """Makes the gradients those of all ranks together; see `hybridflow.train_engine.gradients.sum_gradients`."""
+        sum_gradients(list(self._masters.values()), ranks)
+
     def discard_gradients(self) -> None:
         """Forgets the gradients and frees them."""
         self._adamw.zero_grad(set_to_none=True)
@@ -96,6 +102,14 @@ class AdamW:
     def compute_grad_norm(self) -> Tensor:
         """Global L2 norm of the gradients, before clipping: a scalar on the device, so that the caller picks when to wait for it."""
         return torch.nn.utils.get_total_norm(list(self.gradients().values()))
+
+    def compute_checksum(self) -> Tensor:
+        """Sum of the masters' bits, a whole number that float64 carries: another one where a weight differs, but for chance.
+
+        Integers add up to the same in any order and on any device. Within a tensor they wrap at 32 bits, which is as fast as memory.
+        """
+        bits = (master.detach().reshape(-1).view(torch.int32) for master in self._masters.values())
+        return torch.stack([words.sum(dtype=torch.int32) for words in bits]).sum()
 
     @torch.no_grad()
     def step(self, lr: float, grad_norm: Tensor) -> None:

@@ -63,8 +63,13 @@ class PackedRows:
     places_M: NDArray[np.int64]
 
 
-def read_rows(batch: Batch, columns: Iterable[str] = ()) -> Rows:
-    """Reads `tokens`, `loss_mask`, `state` and the named float columns; ValueError names the row where a length differs."""
+def read_rows(batch: Batch | None, columns: Iterable[str] = ()) -> Rows:
+    """Reads `tokens`, `loss_mask`, `state` and the named float columns; ValueError names the row where a length differs.
+
+    None is a batch without rows, of whatever columns.
+    """
+    if batch is None:
+        return Rows(np.zeros(1, np.int64), np.zeros(0, np.int32), np.zeros(0, np.bool_), {})
     tokens = batch.ragged("tokens")
     offsets = tokens.offsets.numpy()
     ok = batch.numpy("state") == RowState.OK

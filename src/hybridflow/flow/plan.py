@@ -1,0 +1,253 @@
+"""What a run would do and where, found by running its page for two steps on a runtime that runs nothing."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from hybridflow.batch import Batch
+from hybridflow.config import ConfigError
+from hybridflow.flow import rl, sft
+from hybridflow.flow.evaluation import EvaluationSettings
+from hybridflow.flow.job import CheckpointSettings, DataSource
+from hybridflow.flow.rl_job import RLConfig, RLJob, read_rl_inputs
+from hybridflow.flow.sft_job import SFTConfig, SFTJob, read_sft_inputs
+from hybridflow.observability.graph import (
+    Edge,
+    Graph,
+    Lane,
+    Node,
+    cut_next_step,
+    drop_implied,
+    format_svg,
+    format_text,
+    merge_equal,
+)
+from hybridflow.observability.phases import set_step
+from hybridflow.rewards import RewardSettings
+from hybridflow.roles.policy import ModelSettings, resolve_device
+from hybridflow.runtime.api import RuntimeSettings
+from hybridflow.runtime.placement import Inventory, Placement, RolePlacement, plan_placement
+from hybridflow.runtime.recording import RecordedCall, RecordedGroup, RecordingRuntime, find_nodes
+from hybridflow.types import BatchRef, MetricsRef
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run would do.
+
+    facts: what is known of it beforehand, by name, `{"a step": "64 prompts × 8 samples = 512 rows, trained in 2 updates"}`.
+    nodes: what it would run on.
+    graph: the calls of a step; its lanes are the roles and where they live.
+    """
+
+    command: str
+    facts: Mapping[str, str]
+    nodes: str
+    graph: Graph
+
+
+@dataclass(frozen=True)
+class _Site:
+    """Where workers would live; `placement` None is this process."""
+
+    inventory: Inventory = ()
+    placement: Placement | None = None
+
+    def runtime(self) -> RecordingRuntime:
+        """A recording runtime with as many workers of each role."""
+        placed = self.placement.roles if self.placement else ()
+        workers = {role.role: len(role.slots) for role in placed}
+        return RecordingRuntime(workers, keeps_snapshots=self.placement is not None)
+
+
+class _PlannedRL(RLJob):
+    """Two steps of the page, and nothing between them."""
+
+    def steps(self) -> Iterator[int]:
+        """See `Job.steps`."""
+        return _iter_two_steps(self.prompts, self.num_steps)
+
+    def after_step(self, step: int, metrics: MetricsRef, batch: BatchRef, scores: dict[str, BatchRef]) -> None:
+        """There is nothing to write down."""
+
+
+class _PlannedSFT(SFTJob):
+    """Two steps of the page, and nothing between them."""
+
+    def steps(self) -> Iterator[int]:
+        """See `Job.steps`."""
+        return _iter_two_steps(self.rows, self.num_steps)
+
+    def close_step(self, step: int, metrics: MetricsRef) -> None:
+        """There is nothing to write down."""
+
+
+def _iter_two_steps(data: DataSource, num_steps: int) -> Iterator[int]:
+    # The second tells what of the first it waits for.
+    for step in range(1, min(num_steps, 2) + 1):
+        if data.exhausted:
+            return
+        set_step(step)
+        yield step
+
+
+def plan_rl(config: RLConfig) -> Plan:
+    """The plan of a run of reinforcement learning. Raises ConfigError for what is wrong, as the run would."""
+    inputs = read_rl_inputs(config)
+    site = _find_site(config.runtime, ("actor", "rollout", "reference", "reward"))
+    runtime = site.runtime()
+    _record(lambda: rl.train(_PlannedRL(config, inputs, runtime)))
+    samples = config.sampling.samples_per_prompt
+    rows = f"{_count(config.prompts_per_step, 'prompt')} × {_count(samples, 'sample')}"
+    facts = {
+        "run": str(inputs.run.path),
+        "steps": _describe_steps(config.steps, config.evaluation),
+        "a step": f"{rows} = {_count(config.prompts_per_step * samples, 'row')}, {_count(config.updates_per_step, 'update')}",
+        "evaluation": _describe_evaluation(config.evaluation, inputs.held_out),
+        "checkpoints": _describe_checkpoints(config.checkpoint),
+    }
+    return _build_plan("rl", facts, site, runtime, _describe_devices(config.model, config.reference, config.reward))
+
+
+def plan_sft(config: SFTConfig) -> Plan:
+    """The plan of a run of supervised fine-tuning. Raises ConfigError for what is wrong, as the run would."""
+    inputs = read_sft_inputs(config)
+    site = _find_site(config.runtime, ("actor", "rollout", "reward"))
+    runtime = site.runtime()
+    _record(lambda: sft.train(_PlannedSFT(config, inputs, runtime)))
+    facts = {
+        "run": str(inputs.run.path),
+        "steps": _describe_steps(config.steps, config.evaluation),
+        "a step": f"{_count(config.rows_per_step, 'row')}, 1 update",
+        "evaluation": _describe_evaluation(config.evaluation, inputs.held_out),
+        "checkpoints": _describe_checkpoints(config.checkpoint),
+    }
+    devices = _describe_devices(config.model, None, config.reward or RewardSettings())
+    return _build_plan("sft", facts, site, runtime, devices)
+
+
+def _record(page: Callable[[], None]) -> None:
+    # In a context of its own, so that the page's steps are not those of whoever asks for a plan.
+    contextvars.copy_context().run(page)
+
+
+def _find_site(settings: RuntimeSettings, roles: Sequence[str]) -> _Site:
+    if settings.kind == "local" or os.environ.get("RAY_ADDRESS") == "local":
+        return _Site()
+    inventory = find_nodes(settings)
+    return _Site(inventory, plan_placement(settings.placement, inventory, roles))
+
+
+def _build_plan(
+    command: str, facts: Mapping[str, str], site: _Site, runtime: RecordingRuntime, devices: Mapping[str, str]
+) -> Plan:
+    lanes = tuple(_build_lane(group, site, devices[group.role]) for group in runtime.groups)
+    graph = build_graph(runtime.calls, lanes, {group.role: group.size for group in runtime.groups})
+    nodes = "; ".join(f"{node.address} ({node.num_gpus} GPUs, {node.num_cpus} CPUs)" for node in site.inventory)
+    return Plan(command, facts, nodes or "all roles in this process", graph)
+
+
+def build_graph(calls: Sequence[RecordedCall], lanes: tuple[Lane, ...], sizes: Mapping[str, int]) -> Graph:
+    """Calls of two steps as the graph of the first, with those of the second that wait for it. `sizes`: workers of each role."""
+    nodes = tuple(_build_node(call, sizes[call.call.role]) for call in calls)
+    reads = [Edge(source, call.number) for call in calls for source in call.inputs]
+    order = [Edge(source, call.number, "order") for call in calls for source in call.after]
+    return cut_next_step(drop_implied(merge_equal(Graph(lanes, nodes, (*reads, *order)))))
+
+
+def _build_node(recorded: RecordedCall, size: int) -> Node:
+    call = recorded.call
+    workers = "" if size == 1 else f"any of {size}" if recorded.on == "one" else f"each of {size}"
+    named = re.fullmatch(r"rows (\d+) to (\d+)", call.rows)
+    num_rows = int(named[2]) - int(named[1]) + 1 if named else recorded.num_rows
+    return Node(recorded.number, call.role, call.verb, call.mark.phase, num_rows, workers, later=call.mark.step > 1)
+
+
+def _build_lane(group: RecordedGroup, site: _Site, device: str) -> Lane:
+    count = f"{_count(group.size, 'worker')}{', one gang' if group.gang and group.size > 1 else ''}"
+    if site.placement is None:
+        return Lane(group.role, (count, device))
+    placed = site.placement.find(group.role)
+    return Lane(
+        group.role, (count, *_describe_slots(placed, site.inventory)) if placed else (count, "left to Ray", device)
+    )
+
+
+def _describe_slots(placed: RolePlacement, inventory: Inventory) -> list[str]:
+    """The devices node by node, numbered over each: `gpu:0-3 of 10.0.0.1`."""
+    addresses = {node.node_id: node.address for node in inventory}
+    lines = []
+    for node_id in dict.fromkeys(slot.node_id for slot in placed.slots):
+        slots = [slot for slot in placed.slots if slot.node_id == node_id]
+        indices = sorted(index for slot in slots for index in slot.indices)
+        lines.append(f"{slots[0].kind}:{_format_ranges(indices)} of {addresses[node_id]}")
+    return [*lines, placed.dtype] if placed.dtype else lines
+
+
+def _format_ranges(indices: Sequence[int]) -> str:
+    """`0-3,8` of 0, 1, 2, 3, 8."""
+    runs = [[index for _, index in run] for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _describe_devices(model: ModelSettings, reference: ModelSettings | None, reward: RewardSettings) -> dict[str, str]:
+    """What each role runs on where the placement does not say."""
+    own = resolve_device(model.device)
+    return {
+        "actor": own,
+        "rollout": own,
+        "reference": resolve_device((reference or model).device),
+        "reward": "inline" if reward.inline else _count(reward.workers, "process", "processes"),
+    }
+
+
+def _describe_steps(steps: int, evaluation: EvaluationSettings) -> str:
+    goal = f", or until an evaluation reaches {evaluation.stop_at:g}" if evaluation.stop_at is not None else ""
+    return f"{steps}{goal}"
+
+
+def _describe_evaluation(settings: EvaluationSettings, held_out: Batch | None) -> str:
+    if held_out is None:
+        return "none"
+    samples = _count(settings.sampling.samples_per_prompt, "sample")
+    return f"{_count(held_out.num_rows, 'prompt')} × {samples}, {_describe_times(settings.every_steps)}"
+
+
+def _describe_checkpoints(settings: CheckpointSettings) -> str:
+    return f"{_describe_times(settings.every_steps)}; the newest {settings.keep} are kept"
+
+
+def _describe_times(every_steps: int) -> str:
+    return f"every {_count(every_steps, 'step')} and after the last" if every_steps else "after the last step"
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def format_plan(plan: Plan, *, graph: bool) -> str:
+    """The plan as text, with the calls of a step if `graph`."""
+    lanes = {lane.role: "   ".join(lane.details) for lane in plan.graph.lanes}
+    text = f"{plan.command}\n{_format_table(plan.facts)}\nplacement: {plan.nodes}\n{_format_table(lanes)}"
+    return text + f"\ncalls of a step\n\n{format_text(plan.graph)}" if graph else text
+
+
+def _format_table(rows: Mapping[str, str]) -> str:
+    width = max(map(len, rows))
+    return "".join(f"  {name:<{width}}  {value}\n" for name, value in rows.items())
+
+
+def save_svg(plan: Plan, path: Path) -> None:
+    """Draws the calls of a step. Raises ConfigError where the file cannot be written."""
+    try:
+        path.write_text(format_svg(plan.graph, f"A step of {plan.command}: {plan.facts['a step']}"))
+    except OSError as error:
+        raise ConfigError(
+            f"--svg: '{path}' cannot be written ({error.strerror}); name a file in a directory that is there"
+        ) from None

@@ -1,0 +1,274 @@
+"""Sends calls where and when they can run, and takes in what they return. What happens when a worker dies is in `repairs.py`."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hybridflow.observability.phases import current_mark
+from hybridflow.runtime.api import RuntimeSettings
+from hybridflow.runtime.deaths import DeathRegister
+from hybridflow.runtime.host import Describe, Failure, HostInfo, Report, Run, Start, encode
+from hybridflow.runtime.placement import Placement, Slot
+from hybridflow.runtime.tasks import Arguments, Attempt, Output, Result, Task, WorkerGroup, WorkerProcess
+from hybridflow.runtime.transport import Transport
+from hybridflow.types import Call, Ref, Span
+
+
+class Dispatcher:
+    """Groups of workers, the calls on their way, and the way itself."""
+
+    def __init__(self, transport: Transport, settings: RuntimeSettings, placement: Placement) -> None:
+        self.transport, self.settings, self.placement = transport, settings, placement
+        self.groups: list[WorkerGroup] = []
+        self.flying: dict[Any, Attempt] = {}
+        self.failed: list[tuple[float, Attempt, Failure]] = []
+        self.deaths = DeathRegister(settings.recovery)
+        self.spans: list[tuple[int, Span]] = []
+        self.sent_bytes = self.received_bytes = 0
+        self._numbers = itertools.count()
+
+    # Workers.
+
+    def place(self, role: str, gang: bool, build: Any, args: Any, kwargs: Any) -> WorkerGroup:
+        """Starts the processes of a new group; they are told what to be as soon as they answer."""
+        placed = self.placement.of(role)
+        slots: Sequence[Slot | None] = placed.slots if placed else (None,)
+        group = WorkerGroup(role, gang, build, args, kwargs)
+        if placed:
+            group.device, group.dtype = {"cpu": "cpu", "gpu": "cuda"}[placed.slots[0].kind], placed.dtype
+        # Without snapshots a gang's journal would hold the data of all steps since the start.
+        group.remembers = not gang or self.settings.recovery.snapshot_every_steps > 0
+        group.workers = [WorkerProcess(group, rank, slot) for rank, slot in enumerate(slots)]
+        self.groups.append(group)
+        for worker in group.workers:
+            self.open(worker)
+        return group
+
+    def open(self, worker: WorkerProcess) -> None:
+        """Starts the process of a worker's place."""
+        worker.handle = self.transport.create(worker.group.role, worker.slot)
+        worker.ready, worker.info, worker.homeless_since_s = False, None, None
+        self._fly(Attempt(worker, name="the start of its process"), encode(Describe()), (), 0)
+
+    def look_at(self, worker: WorkerProcess) -> None:
+        """Asks for a sign of life."""
+        self._fly(Attempt(worker, name="a sign of life"), encode(Describe()), (), 0)
+
+    def start_together(self, group: WorkerGroup) -> None:
+        """Builds the workers that wait for it: those of a gang when all their processes are there."""
+        fresh = [worker for worker in group.workers if worker.info and not worker.ready and not worker.attempts]
+        if group.gang and len(fresh) < group.size:
+            return
+        rendezvous = _choose_rendezvous([worker.info for worker in fresh if worker.info]) if group.gang else None
+        for worker in fresh:
+            kind, indices = (worker.slot.kind, worker.slot.indices) if worker.slot else (None, ())
+            seat = group.seat(worker.rank, rendezvous, self.settings.call_timeout_s)
+            bound = kind if self.settings.placement.bind_numa else None
+            order = Start(seat, group.build, group.args, group.kwargs, bound, indices)
+            self._fly(Attempt(worker, name="its start"), encode(order), (), 0)
+
+    def started(self, worker: WorkerProcess) -> None:
+        """The worker is built; one that joins a group that went on is led through the group's journal first."""
+        worker.ready = True
+        if not worker.group.gang:
+            for change in worker.group.catch_up():
+                self._send_task(worker, change)
+        if not worker.attempts:
+            worker.group.free[worker] = None
+        self.deaths.restarted(worker.group)
+
+    # Calls.
+
+    def enqueue(
+        self, group: WorkerGroup, verb: Callable[..., Any], rows: str = "", *, is_snapshot: bool = False, **fields: Any
+    ) -> Task:
+        """A new call behind all others of its group, sent at once if it can go."""
+        task = Task(next(self._numbers), Call(group.role, verb.__name__, current_mark(), rows), group, verb, **fields)
+        if task.changes:
+            task.position, task.follows, group.last_position = task.seq, group.last_position, task.seq
+        elif not is_snapshot:
+            group.reads.add(task)
+        self.await_inputs(task)
+        group.enqueue(task)
+        self.dispatch(group)
+        return task
+
+    def snapshot(self, group: WorkerGroup, take: Callable[..., Any], restore: Callable[..., Any]) -> Ref[Any]:
+        """A read of the whole state, and the change that will stand for all before it once the read is done."""
+        taken = self.enqueue(group, take, arguments=(Arguments.of(()),), is_snapshot=True)
+        ref: Ref[Any] = Ref(Output(taken, 0), taken.call)
+        call = Call(group.role, restore.__name__, current_mark())
+        base = Task(next(self._numbers), call, group, restore, changes=True, replaces=True, done=True)
+        base.arguments = (Arguments.of((ref,)),)
+        # The state that it restores is the one that the change before the snapshot left.
+        base.position = group.last_position
+        group.snapshots[taken] = base
+        return ref
+
+    def await_inputs(self, task: Task) -> None:
+        """Counts the inputs that are not there, and asks each to tell when it is."""
+        missing = [needed for needed in task.inputs() if not needed.done]
+        task.missing = len(missing)
+        for needed in missing:
+            needed.dependents[task] = None
+            if needed.failure is not None:
+                self.fail(task, needed.failure)
+
+    def dispatch(self, group: WorkerGroup) -> None:
+        """Sends what can go: reads of the first segment to free workers, and once they are all out, the change behind them."""
+        while True:
+            segment = group.segments[0]
+            while segment.ready and group.free:
+                task = segment.pop()
+                if not self._inputs_are_here(task):
+                    segment.add(task)
+                    continue
+                worker = next(iter(group.free))
+                del group.free[worker]
+                self._send_task(worker, task)
+            if segment.ready or segment.waiting or segment.change is None or not self._send_change(segment.change):
+                return
+            group.segments.popleft()
+
+    def _send_change(self, task: Task) -> bool:
+        group = task.group
+        there = [worker for worker in group.workers if worker.ready]
+        if not there or (group.gang and len(there) < group.size) or task.missing:
+            return False
+        task.divide(group.size)
+        if not self._inputs_are_here(task):
+            return False
+        group.journal.append(task)
+        for worker in there:
+            self._send_task(worker, task)
+        group.free.clear()
+        group.trim()
+        return True
+
+    def _inputs_are_here(self, task: Task) -> bool:
+        """Whether the inputs are (still) there; else the task waits for them again."""
+        if all(needed.done for needed in task.inputs()):
+            return True
+        self.await_inputs(task)
+        return False
+
+    def _send_task(self, worker: WorkerProcess, task: Task) -> None:
+        arguments = task.arguments_of(worker.rank)
+        found = [objects_of(ref) for ref in arguments.refs]
+        order = task.order
+        if order is None:
+            pairs = zip(arguments.refs, found, strict=True)
+            layout = tuple(len(objects) if ref.handle.piece is None else None for ref, objects in pairs)
+            order = encode(
+                Run(
+                    task.call,
+                    task.verb,
+                    arguments.skeleton,
+                    layout,
+                    task.pieces,
+                    task.position,
+                    task.follows,
+                    task.replaces,
+                )
+            )
+            # Where all workers get the same, it is written once.
+            task.order = order if task.changes and task.split is None else None
+        self._fly(Attempt(worker, task), order, [item for objects in found for item in objects], max(task.pieces, 1))
+
+    def _fly(self, attempt: Attempt, order: bytes, inputs: Sequence[Any], num_objects: int) -> None:
+        worker = attempt.worker
+        if not worker.attempts:
+            worker.busy_since_s = time.monotonic()
+        attempt.key, attempt.objects = self.transport.send(worker.handle, order, inputs, num_objects)
+        worker.attempts[attempt.key] = attempt
+        self.flying[attempt.key] = attempt
+        self.sent_bytes += len(order)
+
+    # Answers.
+
+    def take(self, attempt: Attempt, report: Report) -> None:
+        """Takes in what a worker reports of one order."""
+        worker, task = attempt.worker, attempt.task
+        if report.failure is not None:
+            self.flying.pop(attempt.key, None)
+            self.failed.append((time.monotonic(), attempt, report.failure))
+            return
+        self.land(attempt)
+        if report.info is not None:
+            if worker.info is None:
+                worker.info = report.info
+                self.start_together(worker.group)
+        elif task is None:
+            self.started(worker)
+        else:
+            if report.span is not None:
+                self.spans.append((task.seq, report.span))
+            node_id = worker.info.node_id if worker.info else ""
+            self._take_result(worker, task, Result(attempt.objects, report.digests, node_id))
+
+    def land(self, attempt: Attempt) -> None:
+        """The order is no longer with its worker, which may be free now."""
+        worker = attempt.worker
+        self.flying.pop(attempt.key, None)
+        worker.attempts.pop(attempt.key, None)
+        worker.busy_since_s = time.monotonic()
+        if worker.ready and not worker.attempts:
+            worker.group.free[worker] = None
+
+    def _take_result(self, worker: WorkerProcess, task: Task, result: Result) -> None:
+        if task.done:
+            return  # made again on the way to another result; the first one stands
+        task.results[worker.rank if task.changes else 0] = result
+        self.finish(task)
+
+    def finish(self, task: Task) -> None:
+        """Marks the call done once all workers that it was for have answered, and wakes what waited for it."""
+        if task.changes and not all(worker.rank in task.results for worker in task.group.workers):
+            return
+        task.done = True
+        self.deaths.repeated(task)
+        if task in task.group.snapshots:
+            self._keep_snapshot(task)
+        dependents, task.dependents = task.dependents, {}
+        for dependent in dependents:
+            dependent.missing -= 1
+            if not dependent.missing and not dependent.changes:
+                dependent.group.wake(dependent)
+
+    def _keep_snapshot(self, taken: Task) -> None:
+        """Makes the snapshot the newest point to restart from, with a second copy on another node where there is one."""
+        group, result = taken.group, taken.only_result()
+        taken.spare = self.transport.copy(result.objects[0], result.node_id)
+        group.add_base(group.snapshots.pop(taken))
+        group.trim()
+
+    def fail(self, task: Task, error: Exception) -> None:
+        """A failed read is told to who asks for it, and for what was to be made of it; a failed change ends the run."""
+        task.failure = error
+        if task.changes:
+            raise error
+        task.group.drop(task)
+        dependents, task.dependents = task.dependents, {}
+        for dependent in dependents:
+            self.fail(dependent, error)
+
+
+def objects_of(ref: Ref[Any]) -> tuple[Any, ...]:
+    """Handles of the objects that a reference names: one, or those of all workers by rank."""
+    output: Output = ref.handle
+    if output.piece is not None:
+        return (output.task.only_result().objects[output.piece],)
+    results = output.task.results
+    return tuple(results[rank].objects[0] for rank in sorted(results))
+
+
+def _choose_rendezvous(infos: Sequence[HostInfo]) -> str | None:
+    """Where the ranks of a gang meet: through a file where all are on one machine, so that nothing listens on the network."""
+    if len(infos) < 2:
+        return None
+    if len({info.address for info in infos}) == 1:
+        return infos[0].rendezvous_file
+    return f"tcp://{infos[0].address}:{infos[0].rendezvous_port}"

@@ -1,0 +1,217 @@
+"""The runtime of many workers, over a `Transport`.
+
+One loop, `_pump`, does everything: it sends what can go, waits for answers, and looks at the clocks. It runs inside `get`, in the
+controller's one thread, so there is nothing to lock, and Ctrl-C ends it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from hybridflow.batch import Batch
+from hybridflow.runtime.api import Closeable, Group, Pieces, RuntimeSettings, Seat, Split, WorkerError
+from hybridflow.runtime.dispatch import flatten_refs, restore_refs
+from hybridflow.runtime.dispatcher import Dispatcher, objects_of
+from hybridflow.runtime.host import decode
+from hybridflow.runtime.placement import Placement
+from hybridflow.runtime.repairs import LOOK_S, Repairs
+from hybridflow.runtime.tasks import Arguments, Output, Task, WorkerGroup
+from hybridflow.runtime.transport import Died, InputLost, ObjectLostError, Transport
+from hybridflow.types import Metrics, Recovery, Ref, Span, last, total
+
+W = TypeVar("W", bound=Closeable)
+R = TypeVar("R")
+S = TypeVar("S")
+P = ParamSpec("P")
+
+
+class Scheduler:
+    """The `Runtime` over a transport."""
+
+    def __init__(self, transport: Transport, settings: RuntimeSettings, placement: Placement) -> None:
+        self._transport, self._settings = transport, settings
+        self._dispatcher = Dispatcher(transport, settings, placement)
+        self._repairs = Repairs(self._dispatcher)
+        self._cpu_s = time.process_time()
+
+    def place(self, role: str, build: Callable[Concatenate[Seat, P], W], *args: P.args, **kwargs: P.kwargs) -> Group[W]:
+        """See `Runtime.place`."""
+        return self._dispatcher.place(role, False, build, args, kwargs)
+
+    def place_gang(
+        self, role: str, build: Callable[Concatenate[Seat, P], W], *args: P.args, **kwargs: P.kwargs
+    ) -> Group[W]:
+        """See `Runtime.place_gang`."""
+        return self._dispatcher.place(role, True, build, args, kwargs)
+
+    def submit(self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any, rows: str = "") -> Ref[R]:
+        """See `Runtime.submit`."""
+        task = self._dispatcher.enqueue(_own(group), verb, rows, arguments=(Arguments.of(args),))
+        return Ref(Output(task, 0), task.call)
+
+    def submit_pieces(
+        self, group: Group[W], verb: Callable[Concatenate[W, ...], Pieces[R]], count: int, *args: Any, rows: str = ""
+    ) -> tuple[Ref[R], ...]:
+        """See `Runtime.submit_pieces`."""
+        task = self._dispatcher.enqueue(_own(group), verb, rows, arguments=(Arguments.of(args),), pieces=count)
+        return tuple(Ref(Output(task, piece), task.call) for piece in range(count))
+
+    def broadcast(
+        self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any, replaces: bool = False
+    ) -> Ref[tuple[R, ...]]:
+        """See `Runtime.broadcast`."""
+        arguments = (Arguments.of(args),)
+        task = self._dispatcher.enqueue(_own(group), verb, arguments=arguments, changes=True, replaces=replaces)
+        return Ref(Output(task, None), task.call)
+
+    def scatter(
+        self, group: Group[W], verb: Callable[Concatenate[W, ...], R], split: Split, described: Sequence[Ref[Any]]
+    ) -> Ref[tuple[R, ...]]:
+        """See `Runtime.scatter`."""
+        task = self._dispatcher.enqueue(_own(group), verb, split=split, described=tuple(described), changes=True)
+        return Ref(Output(task, None), task.call)
+
+    def snapshot(self, group: Group[W], take: Callable[[W], S], restore: Callable[[W, S], None]) -> Ref[S] | None:
+        """See `Runtime.snapshot`."""
+        return self._dispatcher.snapshot(_own(group), take, restore)
+
+    def get(self, value: Any) -> Any:
+        """See `Runtime.get`."""
+        skeleton, refs = flatten_refs(value)
+        waited_for = list({ref.handle.task: None for ref in refs})
+        self._pump(0.0)
+        while True:
+            self._wait(waited_for)
+            values = self._fetch(refs)
+            if values is not None:
+                return restore_refs(skeleton, values)
+
+    def spans(self) -> list[Span]:
+        """See `Runtime.spans`."""
+        spans, self._dispatcher.spans = self._dispatcher.spans, []
+        return [span for _, span in sorted(spans, key=lambda numbered: numbered[0])]
+
+    def metrics(self) -> Metrics:
+        """See `Runtime.metrics`."""
+        dispatcher, before_s = self._dispatcher, self._cpu_s
+        self._cpu_s = time.process_time()
+        sent, received = dispatcher.sent_bytes, dispatcher.received_bytes
+        dispatcher.sent_bytes = dispatcher.received_bytes = 0
+        return {
+            "controller/cpu_s": last(self._cpu_s - before_s),
+            "controller/sent_bytes": total(sent),
+            "controller/received_bytes": total(received),
+            "recovery/deaths": total(dispatcher.deaths.count_new()),
+        }
+
+    def recoveries(self) -> list[Recovery]:
+        """See `Runtime.recoveries`."""
+        return self._dispatcher.deaths.take_closed()
+
+    def shutdown(self) -> None:
+        """See `Runtime.shutdown`."""
+        for group in self._dispatcher.groups:
+            for worker in group.workers:
+                if worker.handle is not None:
+                    self._transport.kill(worker.handle)
+        self._dispatcher.groups, self._dispatcher.flying = [], {}
+        self._transport.close()
+
+    def num_open_calls(self) -> int:
+        """Calls that the books hold: queued, under way, or kept for a restart. Flat over a long run."""
+        groups = self._dispatcher.groups
+        queued = sum(len(segment.tasks()) for group in groups for segment in group.segments)
+        return queued + len(self._dispatcher.flying) + sum(len(group.journal) for group in groups)
+
+    def _wait(self, tasks: Sequence[Task]) -> None:
+        """Until the calls are done, or one of them has failed. The clocks of the workers bound it."""
+        stuck_since_s = None
+        while not all(task.done for task in tasks):
+            for task in tasks:
+                if task.failure is not None:
+                    raise task.failure
+            self._pump(LOOK_S)
+            stuck_since_s = None if self._is_moving() else stuck_since_s or time.monotonic()
+            if stuck_since_s is not None and time.monotonic() - stuck_since_s > self._settings.start_timeout_s:
+                task = next(task for task in tasks if not task.done)
+                raise WorkerError(
+                    f"nothing runs, and the controller waits for {task.call}, which cannot start; please report it"
+                )
+
+    def _is_moving(self) -> bool:
+        groups = self._dispatcher.groups
+        return bool(self._dispatcher.flying) or any(w.homeless_since_s is not None for g in groups for w in g.workers)
+
+    def _fetch(self, refs: Sequence[Ref[Any]]) -> list[Any] | None:
+        """The values; None where some were lost on the way and are made again. Bounded by `call_timeout_s`."""
+        found = [objects_of(ref) for ref in refs]
+        flat = [item for objects in found for item in objects]
+        give_up_s = time.monotonic() + self._settings.call_timeout_s
+        while True:
+            try:
+                values = self._transport.fetch(flat, LOOK_S)
+            except ObjectLostError as error:
+                for task in {ref.handle.task: None for ref in refs}:
+                    if task.done and task.made(error.lost):
+                        self._repairs.remake(task)
+                return None
+            if values is not None:
+                self._dispatcher.received_bytes += sum(_size_of(value) for value in values)
+                rest = iter(values)
+                pairs = zip(refs, found, strict=True)
+                return [
+                    tuple(next(rest) for _ in objects) if ref.handle.piece is None else next(rest)
+                    for ref, objects in pairs
+                ]
+            self._pump(0.0)
+            if not all(ref.handle.task.done for ref in refs):
+                return None
+            if time.monotonic() > give_up_s:
+                raise WorkerError(
+                    f"the controller waited {self._settings.call_timeout_s:g} s for the data of {refs[0].call}; look at the network, "
+                    "or raise runtime.call_timeout_s"
+                )
+
+    def _pump(self, timeout_s: float) -> None:
+        """One turn: send, wait for answers, look at the clocks."""
+        dispatcher = self._dispatcher
+        for group in dispatcher.groups:
+            dispatcher.dispatch(group)
+        timeout_s = min(timeout_s, LOOK_S, self._settings.call_timeout_s / 4)
+        self._answer(self._transport.poll(list(dispatcher.flying), timeout_s))
+        if dispatcher.failed:
+            self._repairs.judge_failures()
+        self._repairs.look()
+        for group in dispatcher.groups:
+            dispatcher.dispatch(group)
+
+    def _answer(self, answers: Iterable[tuple[Any, bytes | Died | InputLost]]) -> None:
+        for key, answer in answers:
+            attempt = self._dispatcher.flying.get(key)
+            if attempt is None:
+                continue  # its worker was given up meanwhile
+            if isinstance(answer, Died):
+                self._repairs.bury(attempt.worker, answer.cause)
+            elif isinstance(answer, InputLost):
+                self._repairs.input_lost(attempt, answer)
+            else:
+                self._dispatcher.received_bytes += len(answer)
+                self._dispatcher.take(attempt, decode(answer))
+
+
+def _own(group: Group[Any]) -> WorkerGroup:
+    if not isinstance(group, WorkerGroup):
+        raise TypeError(
+            f"a {type(group).__name__} is not a group of this runtime; call verbs where the group was placed"
+        )
+    return group
+
+
+def _size_of(value: Any) -> int:
+    """Bytes of a value that the controller asked for."""
+    if isinstance(value, Batch):
+        return value.num_bytes
+    return sys.getsizeof(value)

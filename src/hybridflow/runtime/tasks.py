@@ -1,0 +1,287 @@
+"""The controller's books: calls as tasks, groups of workers with their queues and journals. No process is touched here.
+
+A worker's state is its build and its **journal**: the state-changing calls since the last one that replaced the state altogether. So a
+worker that died is built again and led through the journal, and any result that was lost is made again from the state it was made from.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridflow.runtime.api import Seat, Split
+from hybridflow.runtime.dispatch import flatten_refs
+from hybridflow.runtime.host import HostInfo
+from hybridflow.runtime.placement import Slot
+from hybridflow.types import Call, Ref
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a `Ref` of the scheduler holds: one object of a task, or with `piece` None the results of all workers."""
+
+    task: Task
+    piece: int | None
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of a call with numbered slots where references were."""
+
+    skeleton: Any
+    refs: tuple[Ref[Any], ...]
+
+    @classmethod
+    def of(cls, args: Sequence[Any]) -> Arguments:
+        """Takes the references out."""
+        skeleton, refs = flatten_refs(tuple(args))
+        return cls(skeleton, tuple(refs))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one worker made: handles of its objects, their digests, and the node that keeps them."""
+
+    objects: tuple[Any, ...]
+    digests: tuple[Any, ...]
+    node_id: str
+
+
+@dataclass(eq=False)
+class Task:
+    """One call: on one worker (`changes` False), or on all of its group."""
+
+    seq: int
+    call: Call
+    group: WorkerGroup
+    verb: Callable[..., Any]
+    pieces: int = 0
+    changes: bool = False
+    replaces: bool = False
+    position: int | None = None
+    follows: int | None = None
+    arguments: tuple[Arguments, ...] = ()
+    split: Split | None = None
+    described: tuple[Ref[Any], ...] = ()
+    results: dict[int, Result] = field(default_factory=dict)
+    done: bool = False
+    failure: Exception | None = None
+    deaths: int = 0
+    missing: int = 0
+    dependents: dict[Task, None] = field(default_factory=dict)
+    spare: tuple[Any, str] | None = None
+    order: bytes | None = None
+
+    def inputs(self) -> Iterable[Task]:
+        """The calls whose results this one needs before it can go: those described until it is divided, then those referenced."""
+        if self.split is not None and not self.arguments:
+            return {ref.handle.task: None for ref in self.described}
+        return {ref.handle.task: None for arguments in self.arguments for ref in arguments.refs}
+
+    def divide(self, size: int) -> None:
+        """Makes the arguments of `size` workers from the digests of what they describe; where all get the same there is nothing to do."""
+        if self.split is None or len(self.arguments) == size:
+            return
+        digests = [ref.handle.task.only_result().digests[ref.handle.piece] for ref in self.described]
+        self.arguments = tuple(Arguments.of(args) for args in self.split(digests, size))
+
+    def arguments_of(self, rank: int) -> Arguments:
+        """What the worker of this rank is given."""
+        return self.arguments[rank if self.split is not None else 0]
+
+    def made(self, item: Any) -> bool:
+        """Whether this object is one of the call's."""
+        return any(item in result.objects for result in self.results.values())
+
+    def only_result(self) -> Result:
+        """The result of a call that ran on one worker."""
+        (result,) = self.results.values()
+        return result
+
+
+@dataclass(eq=False)
+class Attempt:
+    """An order that is with a worker; where `task` is None it is one of the runtime's own, called `name`."""
+
+    worker: WorkerProcess
+    task: Task | None = None
+    name: str = ""
+    key: Any = None
+    objects: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        return self.worker.name_of(self.task.call) if self.task else f"{self.worker.label} ({self.name})"
+
+
+@dataclass(eq=False)
+class WorkerProcess:
+    """One place in a group, and the process that sits there now; a dead process leaves its place to another one."""
+
+    group: WorkerGroup
+    rank: int
+    slot: Slot | None
+    handle: Any = None
+    info: HostInfo | None = None
+    ready: bool = False
+    homeless_since_s: float | None = None
+    attempts: dict[Any, Attempt] = field(default_factory=dict)
+    busy_since_s: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """`actor[1] on gpu:3 of 10.0.0.2`, as far as it is known."""
+        number = f"[{self.rank}]" if self.group.size > 1 else ""
+        device = f" on {_name_devices(self.slot)}" if self.slot else ""
+        where = f" of {self.info.address}, pid {self.info.pid}" if self.info else ""
+        return f"{self.group.role}{number}{device}{where}"
+
+    def name_of(self, call: Call) -> str:
+        """The call as errors name it: `actor[1].update (phase 'update', step 3)`."""
+        number = f"[{self.rank}]" if self.group.size > 1 else ""
+        return str(Call(f"{call.role}{number}", call.verb, call.mark, call.rows))
+
+
+@dataclass
+class Segment:
+    """Calls between two changes of state: reads in any order, then the change, once all of them are on their way."""
+
+    ready: list[tuple[int, Task]] = field(default_factory=list)
+    waiting: set[Task] = field(default_factory=set)
+    change: Task | None = None
+
+    def add(self, task: Task) -> None:
+        """Takes a read in, ready or not."""
+        if task.missing:
+            self.waiting.add(task)
+        else:
+            heapq.heappush(self.ready, (task.seq, task))
+
+    def pop(self) -> Task:
+        """The ready read that was submitted first."""
+        return heapq.heappop(self.ready)[1]
+
+    def tasks(self) -> list[Task]:
+        """All that has not gone out."""
+        return [*(task for _, task in self.ready), *self.waiting, *([self.change] if self.change else [])]
+
+
+@dataclass(eq=False)
+class WorkerGroup:
+    """The workers of one role, what waits for them, and what has made their state.
+
+    remembers: whether there is a journal; without one, and without snapshots, the state goes with the first worker that dies.
+    """
+
+    role: str
+    gang: bool
+    build: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    device: str | None = None
+    dtype: str | None = None
+    remembers: bool = True
+    workers: list[WorkerProcess] = field(default_factory=list)
+    segments: deque[Segment] = field(default_factory=lambda: deque([Segment()]))
+    free: dict[WorkerProcess, None] = field(default_factory=dict)
+    journal: list[Task] = field(default_factory=list)
+    reads: weakref.WeakSet[Task] = field(default_factory=weakref.WeakSet)
+    snapshots: dict[Task, Task] = field(default_factory=dict)
+    last_position: int | None = None
+    forgot: bool = False
+
+    @property
+    def size(self) -> int:
+        """Workers in the group."""
+        return len(self.workers)
+
+    def seat(self, rank: int, rendezvous: str | None, timeout_s: float) -> Seat:
+        """Where the worker of this rank sits."""
+        return Seat(self.role, rank, self.size, self.device, self.dtype, rendezvous, timeout_s)
+
+    def enqueue(self, task: Task) -> None:
+        """Puts a call behind all others."""
+        last = self.segments[-1]
+        if task.changes:
+            last.change = task
+            self.segments.append(Segment())
+        else:
+            last.add(task)
+
+    def wake(self, task: Task) -> None:
+        """The read's inputs are there. (A change is looked at whenever it is its turn.)"""
+        for segment in self.segments:
+            if task in segment.waiting:
+                segment.waiting.remove(task)
+                segment.add(task)
+
+    def drop(self, task: Task) -> None:
+        """Takes a read that will never run out of the queue."""
+        for segment in self.segments:
+            segment.waiting.discard(task)
+            segment.ready = [entry for entry in segment.ready if entry[1] is not task]
+
+    def requeue(self, needed: Iterable[Task]) -> bool:
+        """Queues the changes to go through again, with the reads that are `needed` again, in the order of the page.
+
+        Changes start at the latest one that replaced the state, whose own inputs are there, before the first needed read. Returns
+        whether there is one; if not, the changes are all of them since the workers were built, and the workers must be built again.
+        """
+        needed = list(needed)
+        start = self._base_before(min((task.seq for task in needed), default=math.inf))
+        replayed, self.journal = self.journal[start or 0 :], self.journal[: start or 0]
+        queued = [task for segment in self.segments for task in segment.tasks()]
+        self.segments = deque([Segment()])
+        for task in sorted({*replayed, *needed, *queued}, key=lambda task: task.seq):
+            self.enqueue(task)
+        return start is not None
+
+    def queued_changes(self) -> list[Task]:
+        """The changes that have not gone out, or are to go again."""
+        return [segment.change for segment in self.segments if segment.change is not None]
+
+    def remove(self, worker: WorkerProcess) -> None:
+        """Goes on without a worker. The ranks of a gang close up, because its collectives count them; others keep their numbers."""
+        self.workers.remove(worker)
+        self.free.pop(worker, None)
+        if self.gang:
+            for rank, left in enumerate(self.workers):
+                left.rank = rank
+
+    def catch_up(self) -> list[Task]:
+        """The changes that a new worker of a group, whose others go on, is led through."""
+        return self.journal[self._base_before(math.inf) or 0 :]
+
+    def add_base(self, base: Task) -> None:
+        """Notes a snapshot in the journal, at the place where it was taken."""
+        self.journal = sorted([*self.journal, base], key=lambda task: task.seq)
+
+    def trim(self) -> None:
+        """Forgets changes that no result still in use was made before."""
+        if not self.remembers:
+            self.forgot, self.journal = self.forgot or bool(self.journal), []
+            return
+        start = self._base_before(min((task.seq for task in self.reads), default=math.inf))
+        if start:
+            self.journal = self.journal[start:]
+            self.forgot = True
+
+    def changed_after(self, task: Task) -> bool:
+        """Whether the state has moved on, or is about to, since this read was due."""
+        return any(change.seq > task.seq for change in self.journal)
+
+    def _base_before(self, seq: float) -> int | None:
+        for index in range(len(self.journal) - 1, -1, -1):
+            change = self.journal[index]
+            if change.replaces and change.seq < seq and all(task.done for task in change.inputs()):
+                return index
+        return None
+
+
+def _name_devices(slot: Slot) -> str:
+    first, last = slot.indices[0], slot.indices[-1]
+    return f"{slot.kind}:{first}" if first == last else f"{slot.kind}:{first}-{last}"

@@ -1,0 +1,203 @@
+"""Whole runs on Ray in exact mode: more workers, another order, deaths and lost nodes change no number."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chaos import FaultyVerb, Killer, delayed
+from tiny_runs import (
+    assert_same_rollouts,
+    assert_same_run,
+    metrics_of,
+    read_lines,
+    rl_config,
+    rollouts_of,
+    weights_of,
+)
+
+from hybridflow.batch import Batch
+from hybridflow.config import to_yaml
+from hybridflow.flow.commands import run_rl
+from hybridflow.flow.rl_job import RLConfig
+from hybridflow.roles.generator import GeneratorWorker
+
+STEPS = 8
+TOLERANCE = 1e-6
+RAY = ("runtime.kind=ray", "rollout.chunks=3", "runtime.call_timeout_s=120")
+PLACEMENTS = {
+    "colocated": 'runtime.placement.device_map={actor: "cpu:0-1"}',
+    "split": 'runtime.placement.device_map={actor: "cpu:0-1", rollout: "cpu:2-3"}',
+}
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def config_of(task: dict[str, str], start: str, root: Path, *overrides: str) -> RLConfig:
+    return rl_config(task, root, start, f"steps={STEPS}", "evaluation.every_steps=4", *overrides)
+
+
+@pytest.fixture(scope="module")
+def local(task: dict[str, str], start: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The run in one process."""
+    return str(run_rl(config_of(task, start, tmp_path_factory.mktemp("local")))["run"])
+
+
+@pytest.fixture(scope="module")
+def split(task: dict[str, str], start: str, tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> str:
+    """The run of two trainers and two generators, undisturbed."""
+    root = tmp_path_factory.mktemp("split")
+    return str(run_rl(config_of(task, start, root, *RAY, PLACEMENTS["split"]))["run"])
+
+
+@pytest.fixture(scope="module")
+def colocated(task: dict[str, str], start: str, tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> str:
+    """The run of two trainers that generate themselves."""
+    root = tmp_path_factory.mktemp("colocated")
+    return str(run_rl(config_of(task, start, root, *RAY, PLACEMENTS["colocated"]))["run"])
+
+
+# Two trainers and two generators
+
+
+@pytest.mark.parametrize("placement", ["colocated", "split"])
+def test_more_workers_write_the_numbers_of_one_process(
+    placement: str, local: str, request: pytest.FixtureRequest
+) -> None:
+    run: str = request.getfixturevalue(placement)
+    ours, theirs = metrics_of(local), metrics_of(run)
+    assert [line["step"] for line in theirs] == list(range(1, STEPS + 1))
+    for line, other in zip(ours, theirs, strict=True):
+        assert line.keys() == other.keys()
+        for name, value in line.items():
+            assert other[name] == pytest.approx(value, rel=0, abs=TOLERANCE), (line["step"], name)
+    for name, weight in weights_of(local).items():
+        np.testing.assert_allclose(weights_of(run)[name].numpy(), weight.numpy(), rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("placement", ["colocated", "split"])
+def test_more_workers_sample_the_rows_of_one_process(
+    placement: str, local: str, request: pytest.FixtureRequest
+) -> None:
+    ours, theirs = rollouts_of(local), rollouts_of(request.getfixturevalue(placement))
+    assert len(ours) == len(theirs) == STEPS
+    for step, (batch, other) in enumerate(zip(ours, theirs, strict=True), start=1):
+        assert sorted(batch.column_names) == sorted(other.column_names)
+        for name in batch.column_names:
+            assert_same_column(batch, other, name, tolerance=0.0 if step == 1 else TOLERANCE)
+
+
+def assert_same_column(batch: Batch, other: Batch, name: str, tolerance: float) -> None:
+    """The same values in the same order; numbers with a fraction within the tolerance."""
+    if "float" not in str(batch.schema.field(name).type) and "double" not in str(batch.schema.field(name).type):
+        assert batch.pylist(name) == other.pylist(name), name
+        return
+    pairs = zip(batch.pylist(name), other.pylist(name), strict=True)
+    for row, (ours, theirs) in enumerate(pairs):
+        np.testing.assert_allclose(
+            np.asarray(theirs, float), np.asarray(ours, float), rtol=0, atol=tolerance, err_msg=f"{name}, row {row}"
+        )
+
+
+def test_the_two_trainers_share_the_work(split: str) -> None:
+    updates = [span for span in iter_spans(split) if span["phase"] == "update" and span["role"] == "actor"]
+    assert {span["rank"] for span in updates} == {0, 1}
+    rollouts = [span for span in iter_spans(split) if span["phase"] == "rollout" and span["role"] == "rollout"]
+    assert {span["rank"] for span in rollouts} == {0, 1}
+
+
+def iter_spans(run: str) -> list[dict[str, object]]:
+    """The spans of all steps, in the order of submission within each phase."""
+    lines = read_lines(Path(run) / "phases.jsonl")
+    return [{**span, "phase": line["phase"], "step": line["step"]} for line in lines for span in line["spans"]]
+
+
+# TRAPS 24
+
+
+def test_the_order_of_completion_changes_nothing(
+    task: dict[str, str], start: str, split: str, tmp_path: Path, ray_cluster: None
+) -> None:
+    config = config_of(task, start, tmp_path, *RAY, PLACEMENTS["split"])
+    with FaultyVerb(GeneratorWorker, "rollout", delayed(max_s=0.3)):
+        run = run_rl(config)["run"]
+    ends_s = [
+        float(str(span["start_s"])) + float(str(span["duration_s"]))
+        for span in iter_spans(run)
+        if span["phase"] == "rollout" and span["verb"] == "rollout"
+    ]
+    assert any(later < earlier for earlier, later in pairwise(ends_s)), "some calls did overtake others"
+    assert_same_rollouts(split, run)
+    assert_same_run(split, run)
+
+
+def test_members_of_a_group_are_samples_of_their_own(split: str) -> None:
+    groups: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    for step, batch in enumerate(rollouts_of(split)):
+        for group, tokens in zip(batch.pylist("group_id"), batch.pylist("tokens"), strict=True):
+            groups.setdefault((step, group), []).append(tuple(tokens))
+    assert len(groups) == 6 * STEPS
+    assert {len(members) for members in groups.values()} == {4}
+    distinct = [len(set(members)) for members in groups.values()]
+    assert sum(distinct) / len(distinct) > 3, "replicas that draw alike give a group the same sample again and again"
+
+
+# Deaths
+
+
+def test_random_kills_change_no_number(
+    task: dict[str, str], start: str, split: str, tmp_path: Path, ray_cluster: None
+) -> None:
+    config = config_of(
+        task, start, tmp_path, *RAY, PLACEMENTS["split"], "runtime.recovery={max_restarts: 20, max_attempts: 5}"
+    )
+    run = tmp_path / "quickstart" / "run"
+    with Killer(run, steps=(2, 4, 6), seed=int.from_bytes(os.urandom(4))) as killer:
+        run_rl(config)
+    assert len(killer.kills) == 3
+    assert_same_rollouts(split, run)
+    assert_same_run(split, run)
+    recoveries = read_lines(run / "recovery.jsonl")
+    assert len(recoveries) == 3, (killer.kills, recoveries)
+    for kill, recovery in zip(killer.kills, recoveries, strict=True):
+        assert 0 <= recovery["detected_s"] - kill.time_s < 5, (kill, recovery)
+        assert recovery["worker"].split("[")[0].split(" ")[0] in ("actor", "rollout", "reference", "reward")
+
+
+@pytest.mark.parametrize("verb", ["rollout", "update"])
+def test_a_node_lost_at_work_changes_no_number(
+    verb: str, task: dict[str, str], start: str, split: str, tmp_path: Path
+) -> None:
+    config = config_of(
+        task, start, tmp_path, *RAY, PLACEMENTS["split"].replace("cpu:2-3", "cpu:4-5"),
+        "runtime.recovery={wait_for_node_s: 1.0}",
+    )  # fmt: skip
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    (tmp_path / "marks").mkdir()
+    command = [sys.executable, str(Path(__file__).parent / "two_nodes.py"), str(tmp_path / "config.yaml"), verb]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [*command, str(tmp_path / "marks")], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "marks" / "removed").exists()
+    run = tmp_path / "quickstart" / "run"
+    assert_same_rollouts(split, run)
+    assert_same_run(split, run)
+    recoveries = read_lines(run / "recovery.jsonl")
+    role = "rollout" if verb == "rollout" else "actor"
+    assert any(recovery["worker"].startswith(role) for recovery in recoveries), recoveries
+
+
+def test_the_rows_are_counted_once(split: str) -> None:
+    """What the comparisons with `split` rest on: its own rows are each there once."""
+    for batch in rollouts_of(split):
+        keys = list(zip(batch.pylist("group_id"), batch.pylist("sample_id"), strict=True))
+        assert len(keys) == len(set(keys)) == 6 * 4
+    assert all(math.isfinite(line["policy/kl_to_reference"]) for line in metrics_of(split))

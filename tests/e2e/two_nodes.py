@@ -1,0 +1,57 @@
+"""A run on a cluster of a head and two nodes, emulated on this machine; one node is taken away while it is at work.
+
+    python two_nodes.py CONFIG.yaml VERB DIRECTORY
+
+VERB is `rollout` or `update`: in the middle of the second step's call of it, the node that runs it is taken away.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import ray
+import yaml
+from chaos import FaultyVerb, held_up, read_held
+from ray.cluster_utils import Cluster
+
+from hybridflow.config import check_config
+from hybridflow.flow.commands import run_rl
+from hybridflow.flow.rl_job import RLConfig
+from hybridflow.roles.actor import ActorWorker
+from hybridflow.roles.generator import GeneratorWorker
+
+# (owner of the verb, calls of it in the first step)
+VERBS = {"rollout": (GeneratorWorker, 4), "update": (ActorWorker, 2)}
+QUICK = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+MEMORY = 128 * 2**20
+
+
+def main() -> None:
+    config, verb, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 0, "include_dashboard": False, "object_store_memory": MEMORY, "_system_config": QUICK,
+        },
+    )  # fmt: skip
+    nodes = [cluster.add_node(num_cpus=4, object_store_memory=MEMORY) for _ in range(2)]
+    ray.init(address=cluster.address, log_to_driver=False)
+
+    def take_away() -> None:
+        held = read_held(directory)
+        (node,) = (node for node in nodes if node.node_id == held)
+        cluster.remove_node(node, allow_graceful=False)
+        (directory / "removed").touch()
+
+    owner, calls = VERBS[verb]
+    threading.Thread(target=take_away, daemon=True).start()
+    with FaultyVerb(owner, verb, held_up(directory, calls)):
+        run_rl(check_config(RLConfig, yaml.safe_load(Path(config).read_text())))
+    ray.shutdown()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
