@@ -15,6 +15,8 @@ def ray_cluster() -> Iterator[None]:
     """
     ray = pytest.importorskip("ray", reason="ray is an extra; pip install 'hybridflow[ray]'")
     # `local` starts one even where the machine runs another cluster, which a test must not join.
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 * 2**20)
+    ray.init(
+        address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=256 * 2**20
+    )
     yield
     ray.shutdown()

@@ -27,6 +27,9 @@ export RAY_health_check_period_ms=${RAY_health_check_period_ms:-1000}
 export RAY_health_check_timeout_ms=${RAY_health_check_timeout_ms:-3000}
 export RAY_health_check_failure_threshold=${RAY_health_check_failure_threshold:-3}
 
+# The run ends before Ray does, so that there is nothing to wait for; Ray's own 30 s outlast SLURM's patience.
+export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=${RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S:-0}
+
 # A host has several addresses: the one on the way to the head is the one that all can reach.
 own=$(python3 -c '
 import socket, sys

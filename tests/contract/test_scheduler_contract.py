@@ -11,8 +11,9 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,15 @@ from hybridflow.runtime.host import Host, Run, Start, decode, encode
 from hybridflow.runtime.placement import PlacementSettings
 from hybridflow.types import Call, Mark, Ref
 
-REPAIR_S = 15.0
-"""A death is noticed and its worker built again well within this, on a busy machine, too; a stuck call takes six times as long."""
+REPAIR_S = 30.0
+"""A death is noticed and its worker built again well within this, on a busy machine, too; a stuck call takes three times as long."""
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 @contextlib.contextmanager
-def open_ray(devices: str = "cpu:0-2", call_timeout_s: float = 60.0, **recovery: Any) -> Iterator[Runtime]:
-    """A runtime whose role `counter` has a worker on each of these devices."""
+def open_ray(devices: Mapping[str, str], call_timeout_s: float = 60.0, **recovery: Any) -> Iterator[Runtime]:
+    """A runtime whose roles have a worker on each of these devices."""
     from hybridflow.runtime.ray_runtime import RayRuntime
 
     runtime = RayRuntime(
@@ -50,7 +51,7 @@ def open_ray(devices: str = "cpu:0-2", call_timeout_s: float = 60.0, **recovery:
             kind="ray",
             call_timeout_s=call_timeout_s,
             start_timeout_s=60.0,
-            placement=PlacementSettings(device_map={"counter": devices}),
+            placement=PlacementSettings(device_map=dict(devices)),
             recovery=RecoverySettings(**recovery),
         )
     )
@@ -58,6 +59,51 @@ def open_ray(devices: str = "cpu:0-2", call_timeout_s: float = 60.0, **recovery:
         yield runtime
     finally:
         runtime.shutdown()
+
+
+ONE, TWO = {"counter": "cpu:0"}, {"counter": "cpu:0-1"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A group of three and a gang of two that many tests use, since starting workers is what takes time."""
+
+    runtime: Runtime
+    group: Group[Counter]
+    gang: Group[Counter]
+
+
+class Sites:
+    """Lends one site after the other; one that a test has left in any other way than by its end is not lent again."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._site: Site | None = None
+
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[Site]:
+        site, self._site = self._site or self._build(), None
+        for group in (site.group, site.gang):
+            site.runtime.get(site.runtime.broadcast(group, Counter.assign, 0, replaces=True))
+        site.runtime.metrics()
+        site.runtime.recoveries()
+        yield site
+        self._site = site
+
+    def _build(self) -> Site:
+        self.close()
+        runtime = self._stack.enter_context(open_ray({"counter": "cpu:0-2", "gang": "cpu:3-4"}, max_restarts=1000))
+        return Site(runtime, runtime.place("counter", Counter), runtime.place_gang("gang", Counter))
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture(scope="module")
+def sites(ray_cluster: None) -> Iterator[Sites]:
+    lender = Sites()
+    yield lender
+    lender.close()
 
 
 def read_all(runtime: Runtime, group: Group[Counter]) -> tuple[Reading, ...]:
@@ -71,6 +117,14 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
         for record in caplog.records
         if record.name.startswith("hybridflow.runtime") and record.levelno >= logging.WARNING
     ]
+
+
+def is_gone(pid: int, within_s: float = 5.0) -> bool:
+    """Whether the process has ended, or ends soon."""
+    deadline_s = time.monotonic() + within_s
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return not Path(f"/proc/{pid}").exists()
 
 
 def kill(pid: int) -> None:
@@ -103,11 +157,11 @@ def add_and_stay(
 
 
 def test_a_busy_worker_that_is_killed_is_named_replaced_and_its_call_repeated(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    sites: Sites, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with open_ray() as runtime:
-        group = runtime.place("counter", Counter, 10)
-        runtime.broadcast(group, Counter.add, 5)
+    with sites.lend() as site:
+        runtime, group = site.runtime, site.group
+        runtime.broadcast(group, Counter.add, 15)
         old = read_all(runtime, group)
         set_step(7)
         with phase("rollout"):
@@ -122,8 +176,8 @@ def test_a_busy_worker_that_is_killed_is_named_replaced_and_its_call_repeated(
         assert [runtime.get(other).value for other in others] == [15] * 9
         new = read_all(runtime, group)
         assert [(reading.rank, reading.value, reading.history) for reading in new] == [
-            (each, 15, ("add 5",)) for each in range(3)
-        ], "built again, and the change made again, once"
+            (each, 15, ("assign 0", "add 15")) for each in range(3)
+        ], "built again, and the changes made again, once"
         assert [reading.pid == before.pid for reading, before in zip(new, old, strict=True)] == [
             each != rank for each in range(3)
         ], "the others live on"
@@ -132,24 +186,22 @@ def test_a_busy_worker_that_is_killed_is_named_replaced_and_its_call_repeated(
         assert named in warning
 
 
-def test_an_idle_worker_that_is_killed_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    with open_ray() as runtime:
-        group = runtime.place("counter", Counter)
+def test_an_idle_worker_that_is_killed_is_replaced(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
+    with sites.lend() as site:
+        runtime, group = site.runtime, site.group
         runtime.broadcast(group, Counter.add, 3)
         old = read_all(runtime, group)
         kill(old[1].pid)
-        started_s = time.monotonic()
         readings = [runtime.get(call) for call in [runtime.submit(group, Counter.read, 0.1) for _ in range(12)]]
         assert {reading.value for reading in readings} == {3}
         assert old[1].pid not in {reading.pid for reading in readings}
         runtime.broadcast(group, Counter.add, 4)
         assert [reading.value for reading in read_all(runtime, group)] == [7, 7, 7]
-        assert time.monotonic() - started_s < REPAIR_S
     assert any("counter[1]" in warning for warning in warnings_of(caplog))
 
 
 def test_the_only_worker_of_a_group_comes_back(tmp_path: Path) -> None:
-    with open_ray("cpu:0") as runtime:
+    with open_ray(ONE) as runtime:
         group = runtime.place("counter", Counter, 10)
         for amount in (1, 2, 3):
             runtime.broadcast(group, Counter.add, amount)
@@ -161,9 +213,9 @@ def test_the_only_worker_of_a_group_comes_back(tmp_path: Path) -> None:
         assert runtime.get(late).history == ("add 1", "add 2", "add 3", "add 4")
 
 
-def test_a_worker_killed_in_a_change_of_state_makes_it_once(tmp_path: Path) -> None:
-    with open_ray() as runtime:
-        group = runtime.place("counter", Counter)
+def test_workers_killed_in_a_change_of_state_make_it_once(sites: Sites, tmp_path: Path) -> None:
+    with sites.lend() as site:
+        runtime, group = site.runtime, site.group
         runtime.broadcast(group, Counter.add, 1)
         old = read_all(runtime, group)
         changed = add_and_stay(runtime, group, tmp_path, 10)
@@ -173,21 +225,20 @@ def test_a_worker_killed_in_a_change_of_state_makes_it_once(tmp_path: Path) -> N
         assert killed.result() == [reading.pid for reading in old]
 
 
-def test_a_restarted_worker_repeats_no_more_than_it_must(tmp_path: Path) -> None:
-    with open_ray("cpu:0") as runtime:
-        group = runtime.place("counter", Counter)
+def test_a_restarted_worker_repeats_no_more_than_it_must(sites: Sites) -> None:
+    with sites.lend() as site:
+        runtime, group = site.runtime, site.group
         for amount in (1, 2):
             runtime.broadcast(group, Counter.add, amount)
         runtime.broadcast(group, Counter.assign, 50, replaces=True)
         runtime.broadcast(group, Counter.add, 5)
-        (reading,) = read_all(runtime, group)
-        kill(reading.pid)
-        again = runtime.get(runtime.submit(group, Counter.read))
-        assert (again.value, again.history) == (55, ("assign 50", "add 5"))
+        kill(read_all(runtime, group)[2].pid)
+        readings = read_all(runtime, group)
+        assert [(reading.value, reading.history) for reading in readings] == [(55, ("assign 50", "add 5"))] * 3
 
 
-def test_what_a_change_was_made_of_is_kept_for_the_next_life(tmp_path: Path) -> None:
-    with open_ray("cpu:0") as runtime:
+def test_what_a_change_was_made_of_is_kept_for_the_next_life() -> None:
+    with open_ray(ONE) as runtime:
         maker, group = runtime.place("maker", Counter), runtime.place("counter", Counter)
         rows: Ref[Batch] | None = runtime.submit(maker, Counter.make, 40_000)
         runtime.get(runtime.broadcast(group, Counter.add_rows, rows, rows))
@@ -198,9 +249,11 @@ def test_what_a_change_was_made_of_is_kept_for_the_next_life(tmp_path: Path) -> 
         assert runtime.get(runtime.submit(group, Counter.read)).value == 80_000
 
 
-def test_two_workers_that_die_at_once_are_both_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with open_ray() as runtime:
-        group = runtime.place("counter", Counter)
+def test_two_workers_that_die_at_once_are_both_replaced(
+    sites: Sites, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with sites.lend() as site:
+        runtime, group = site.runtime, site.group
         runtime.broadcast(group, Counter.add, 3)
         old = read_all(runtime, group)
         staying = [runtime.submit(group, Counter.stay_once, tmp_path / f"mark_{index}") for index in range(2)]
@@ -215,9 +268,9 @@ def test_two_workers_that_die_at_once_are_both_replaced(tmp_path: Path, caplog: 
         assert any(f"counter[{rank}]" in warning for warning in warnings_of(caplog))
 
 
-def test_a_whole_group_that_dies_at_once_comes_back() -> None:
-    with open_ray() as runtime:
-        group = runtime.place("counter", Counter)
+def test_a_whole_group_that_dies_at_once_comes_back(sites: Sites) -> None:
+    with sites.lend() as site:
+        runtime, group = site.runtime, site.group
         runtime.broadcast(group, Counter.add, 3)
         for reading in read_all(runtime, group):
             kill(reading.pid)
@@ -226,7 +279,7 @@ def test_a_whole_group_that_dies_at_once_comes_back() -> None:
 
 
 def test_a_worker_that_dies_while_it_is_restarted_is_restarted_again(tmp_path: Path) -> None:
-    with open_ray("cpu:0-1") as runtime:
+    with open_ray(TWO) as runtime:
         group = runtime.place("counter", Counter, 10, tmp_path, 1.0)
         runtime.broadcast(group, Counter.add, 3)
         first = {reading.pid for reading in read_all(runtime, group)}
@@ -252,10 +305,10 @@ def kill_new_life(lives: Path, known: set[int], within_s: float = REPAIR_S) -> i
     raise TimeoutError(f"no worker was started again in {within_s} s")
 
 
-def test_random_kills_change_no_result() -> None:
+def test_random_kills_change_no_result(sites: Sites) -> None:
     rng = random.Random(11)
-    with open_ray(max_restarts=50) as runtime:
-        group = runtime.place("counter", Counter)
+    with sites.lend() as site:
+        runtime, group = site.runtime, site.group
         value, calls, expected = 0, [], []
         for round_number in range(4):
             pids = [reading.pid for reading in read_all(runtime, group)]
@@ -276,35 +329,35 @@ def test_random_kills_change_no_result() -> None:
 
 
 def test_a_gang_that_loses_a_rank_goes_back_to_its_snapshot_as_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    sites: Sites, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with open_ray() as runtime:
-        gang = runtime.place_gang("counter", Counter, 100)
-        runtime.broadcast(gang, Counter.add, 1)
+    with sites.lend() as site:
+        runtime, gang = site.runtime, site.gang
+        runtime.broadcast(gang, Counter.add, 101)
         assert runtime.snapshot(gang, Counter.take, Counter.restore) is not None
         runtime.broadcast(gang, Counter.add, 2)
         old = read_all(runtime, gang)
-        assert [reading.value for reading in old] == [103, 103, 103]
+        assert [reading.value for reading in old] == [103, 103]
         set_step(12)
         with phase("update"):
             step = add_and_stay(runtime, gang, tmp_path, 10)
             behind = runtime.broadcast(gang, Counter.add, 20)
         started_s = time.monotonic()
         kill_when(tmp_path / "rank_1")
-        assert runtime.get(step) == tuple((rank, f"share {rank}") for rank in range(3))
+        assert runtime.get(step) == ((0, "share 0"), (1, "share 1"))
         assert time.monotonic() - started_s < REPAIR_S, "the ranks that were left did not have to end by themselves"
-        assert runtime.get(behind) == (133, 133, 133)
+        assert runtime.get(behind) == (133, 133)
         new = read_all(runtime, gang)
-        assert [(reading.rank, reading.value) for reading in new] == [(rank, 133) for rank in range(3)]
+        assert [(reading.rank, reading.value) for reading in new] == [(0, 133), (1, 133)]
         assert not {reading.pid for reading in new} & {reading.pid for reading in old}, "no rank keeps half a step"
         assert {reading.history for reading in new} == {("restore 101", "add 2", "add 10", "add 20")}
     (warning, *_) = warnings_of(caplog)
-    for named in ("counter[1]", "phase 'update'", "step 12"):
+    for named in ("gang[1]", "phase 'update'", "step 12"):
         assert named in warning
 
 
 def test_a_gang_without_a_snapshot_starts_from_how_it_was_built(tmp_path: Path) -> None:
-    with open_ray("cpu:0-1") as runtime:
+    with open_ray(TWO) as runtime:
         gang = runtime.place_gang("counter", Counter, 100)
         runtime.broadcast(gang, Counter.add, 1)
         step = add_and_stay(runtime, gang, tmp_path, 10)
@@ -313,9 +366,9 @@ def test_a_gang_without_a_snapshot_starts_from_how_it_was_built(tmp_path: Path) 
         assert {(reading.value, reading.history) for reading in read_all(runtime, gang)} == {(111, ("add 1", "add 10"))}
 
 
-def test_the_newest_snapshot_counts_and_deaths_may_follow_each_other(tmp_path: Path) -> None:
-    with open_ray("cpu:0-1") as runtime:
-        gang = runtime.place_gang("counter", Counter)
+def test_the_newest_snapshot_counts_and_deaths_may_follow_each_other(sites: Sites, tmp_path: Path) -> None:
+    with sites.lend() as site:
+        runtime, gang = site.runtime, site.gang
         whole = 0
         for step in range(1, 4):
             directory = tmp_path / str(step)
@@ -330,9 +383,9 @@ def test_the_newest_snapshot_counts_and_deaths_may_follow_each_other(tmp_path: P
         assert {reading.history[0] for reading in read_all(runtime, gang)} == {f"restore {whole}"}
 
 
-def test_a_snapshot_outlives_the_whole_gang() -> None:
-    with open_ray("cpu:0-1") as runtime:
-        gang = runtime.place_gang("counter", Counter)
+def test_a_snapshot_outlives_the_whole_gang(sites: Sites) -> None:
+    with sites.lend() as site:
+        runtime, gang = site.runtime, site.gang
         runtime.broadcast(gang, Counter.add, 9)
         copy = runtime.snapshot(gang, Counter.take, Counter.restore)
         assert copy is not None
@@ -343,9 +396,9 @@ def test_a_snapshot_outlives_the_whole_gang() -> None:
         assert {(reading.value, reading.history) for reading in readings} == {(9, ("restore 9",))}
 
 
-def test_a_death_during_a_snapshot_leaves_the_state_whole(tmp_path: Path) -> None:
-    with open_ray("cpu:0-1") as runtime:
-        gang = runtime.place_gang("counter", Counter)
+def test_a_death_during_a_snapshot_leaves_the_state_whole(sites: Sites) -> None:
+    with sites.lend() as site:
+        runtime, gang = site.runtime, site.gang
         runtime.broadcast(gang, Counter.add, 9)
         pids = [reading.pid for reading in read_all(runtime, gang)]
         runtime.snapshot(gang, Counter.take, Counter.restore)
@@ -359,7 +412,7 @@ def test_a_death_during_a_snapshot_leaves_the_state_whole(tmp_path: Path) -> Non
 
 
 def test_more_deaths_than_may_be_repaired_stop_the_run(tmp_path: Path) -> None:
-    with open_ray("cpu:0-1", max_restarts=2) as runtime:
+    with open_ray(TWO, max_restarts=2) as runtime:
         group = runtime.place("counter", Counter)
         set_step(3)
         for life in range(2):
@@ -377,7 +430,7 @@ def test_more_deaths_than_may_be_repaired_stop_the_run(tmp_path: Path) -> None:
 
 
 def test_no_restart_is_made_where_none_may_be(tmp_path: Path) -> None:
-    with open_ray("cpu:0-1", max_restarts=0) as runtime:
+    with open_ray(TWO, max_restarts=0) as runtime:
         group = runtime.place("counter", Counter)
         staying = runtime.submit(group, Counter.stay_once, tmp_path / "mark")
         killed = kill_when(tmp_path / "mark")
@@ -387,16 +440,16 @@ def test_no_restart_is_made_where_none_may_be(tmp_path: Path) -> None:
 
 
 def test_a_death_is_forgotten_after_its_window() -> None:
-    with open_ray("cpu:0-1", max_restarts=1, window_s=1.5) as runtime:
+    with open_ray(ONE, max_restarts=1, window_s=1.5) as runtime:
         group = runtime.place("counter", Counter)
-        for life in range(3):
-            kill(read_all(runtime, group)[life % 2].pid)
-            assert [reading.value for reading in read_all(runtime, group)] == [0, 0]
+        for _ in range(3):
+            kill(read_all(runtime, group)[0].pid)
+            assert [reading.value for reading in read_all(runtime, group)] == [0]
             time.sleep(1.6)
 
 
 def test_a_call_that_kills_each_worker_is_the_cause(tmp_path: Path) -> None:
-    with open_ray("cpu:0-1", max_attempts=2) as runtime:
+    with open_ray(ONE, max_attempts=2) as runtime:
         group = runtime.place("counter", Counter)
         set_step(6)
         with phase("rollout"):
@@ -411,7 +464,7 @@ def test_a_call_that_kills_each_worker_is_the_cause(tmp_path: Path) -> None:
 
 
 def test_a_stuck_call_ends_its_worker_and_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with open_ray("cpu:0-1", call_timeout_s=1.5) as runtime:
+    with open_ray(TWO, call_timeout_s=1.5) as runtime:
         group = runtime.place("counter", Counter, 5)
         read_all(runtime, group)
         set_step(8)
@@ -421,8 +474,7 @@ def test_a_stuck_call_ends_its_worker_and_is_made_again(tmp_path: Path, caplog: 
         started_s = time.monotonic()
         assert runtime.get(needy)[0].value == 5
         assert time.monotonic() - started_s < 1.5 + REPAIR_S
-        pid = read_pid(tmp_path / "mark")
-        assert not Path(f"/proc/{pid}").exists(), "the stuck worker is gone"
+        assert is_gone(read_pid(tmp_path / "mark")), "the stuck worker has ended"
         assert [reading.value for reading in read_all(runtime, group)] == [5, 5]
     (warning, *_) = warnings_of(caplog)
     for named in ("counter[", "stay_once", "rows 0 to 3", "phase 'rollout'", "step 8", "1.5 s", "wait"):
@@ -430,7 +482,7 @@ def test_a_stuck_call_ends_its_worker_and_is_made_again(tmp_path: Path, caplog: 
 
 
 def test_a_call_that_is_always_stuck_is_the_cause(tmp_path: Path) -> None:
-    with open_ray("cpu:0-1", call_timeout_s=1.0, max_attempts=2) as runtime:
+    with open_ray(ONE, call_timeout_s=1.0, max_attempts=2) as runtime:
         group = runtime.place("counter", Counter)
         read_all(runtime, group)
         set_step(8)
@@ -445,7 +497,7 @@ def test_a_call_that_is_always_stuck_is_the_cause(tmp_path: Path) -> None:
 
 
 def test_a_stuck_rank_restarts_its_gang(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with open_ray("cpu:0-1", call_timeout_s=1.5) as runtime:
+    with open_ray(TWO, call_timeout_s=1.5) as runtime:
         gang = runtime.place_gang("counter", Counter)
         runtime.broadcast(gang, Counter.add, 1)
         runtime.snapshot(gang, Counter.take, Counter.restore)
@@ -461,7 +513,7 @@ def test_a_stuck_rank_restarts_its_gang(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_a_wait_for_a_chain_of_calls_may_last_longer_than_one_call() -> None:
-    with open_ray("cpu:0", call_timeout_s=1.5) as runtime:
+    with open_ray(ONE, call_timeout_s=1.5) as runtime:
         group = runtime.place("counter", Counter)
         read_all(runtime, group)
         calls = [runtime.submit(group, Counter.read, 0.5) for _ in range(6)]
@@ -469,7 +521,7 @@ def test_a_wait_for_a_chain_of_calls_may_last_longer_than_one_call() -> None:
 
 
 def test_an_error_is_no_death(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with open_ray("cpu:0-1", max_restarts=0) as runtime:
+    with open_ray(TWO, max_restarts=0) as runtime:
         group = runtime.place("counter", Counter)
         old = {reading.pid for reading in read_all(runtime, group)}
         with pytest.raises(WorkerError, match="row 7 has no tokens") as caught:
@@ -480,13 +532,11 @@ def test_an_error_is_no_death(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert warnings_of(caplog) == []
 
 
-@pytest.mark.parametrize("gang", [False, True])
-def test_a_death_is_told_once_with_its_times(gang: bool, tmp_path: Path) -> None:
-    with open_ray("cpu:0-1") as runtime:
-        group = (runtime.place_gang if gang else runtime.place)("counter", Counter)
+@pytest.mark.parametrize("is_gang", [False, True])
+def test_a_death_is_told_once_with_its_times(sites: Sites, is_gang: bool, tmp_path: Path) -> None:
+    with sites.lend() as site:
+        runtime, group = site.runtime, site.gang if is_gang else site.group
         old = read_all(runtime, group)
-        runtime.metrics()
-        assert runtime.recoveries() == []
         set_step(5)
         with phase("score"):
             staying = runtime.submit(group, Counter.stay_once, tmp_path / "mark")
@@ -495,7 +545,7 @@ def test_a_death_is_told_once_with_its_times(gang: bool, tmp_path: Path) -> None
         read_all(runtime, group)
         (rank,) = (reading.rank for reading in old if [reading.pid] == killed.result())
         (recovery,) = runtime.recoveries()
-        assert recovery.worker.startswith(f"counter[{rank}]")
+        assert recovery.worker.startswith(f"{group.role}[{rank}]")
         assert "stay_once" in recovery.call and "phase 'score'" in recovery.call
         assert recovery.step == 5
         assert recovery.restarted_s is not None and recovery.repeated_s is not None
@@ -510,7 +560,7 @@ def test_a_death_is_told_once_with_its_times(gang: bool, tmp_path: Path) -> None
 
 
 def start_host() -> Host:
-    host = Host()
+    host = Host("node", "10.0.0.1")
     assert decode(host.answer(encode(Start(Seat("counter"), Counter, (), {})))).failure is None
     return host
 
@@ -554,7 +604,7 @@ def test_a_change_that_skips_one_is_refused() -> None:
 
 @pytest.mark.slow
 def test_the_controller_stays_as_large_as_it_is_over_2000_steps() -> None:
-    with open_ray("cpu:0-1") as runtime:
+    with open_ray(TWO) as runtime:
         gang, generator = runtime.place_gang("counter", Counter), runtime.place("generator", Counter)
         sizes = {}
         for step in range(1, 2001):

@@ -15,7 +15,7 @@ from hybridflow.cli.command import Command, print_json
 from hybridflow.cli.main import COMMANDS, main
 from hybridflow.config import ConfigError, Field, settings
 
-NAMES = ("sft", "rl", "generate", "eval", "export", "quickstart")
+NAMES = ("sft", "rl", "generate", "eval", "export", "plan", "quickstart")
 
 
 @settings
@@ -181,6 +181,7 @@ REQUIRED = {
     "generate": ["model.path=m"],
     "eval": ["model.path=m", "evaluation.data.files=[a.jsonl]"],
     "export": ["checkpoint=c", "output=o"],
+    "plan": ["model.path=m", "data.files=[a.jsonl]"],
     "quickstart": [],
 }
 

@@ -17,6 +17,7 @@ from hybridflow.observability.graph import (
     Lane,
     Node,
     compute_columns,
+    cut_next_step,
     drop_implied,
     format_svg,
     format_text,
@@ -112,6 +113,13 @@ def test_order_that_follows_from_data_is_left_out_and_data_never_is() -> None:
     assert drop_implied(chain).edges == (Edge(1, 2, "order"), Edge(2, 3, "order"))
 
 
+def test_of_the_next_step_only_what_waits_for_this_one_is_kept() -> None:
+    later = (Node(5, "actor", "rollout", "rollout", later=True), Node(6, "reward", "score", "score", later=True))
+    graph = Graph(LANES, (*diamond().nodes, *later), (*diamond().edges, Edge(4, 5, "order"), Edge(5, 6)))
+    cut = cut_next_step(graph)
+    assert cut.nodes == (*diamond().nodes, later[0]) and cut.edges == (*diamond().edges, Edge(4, 5, "order"))
+
+
 def test_edges_that_lead_back_or_nowhere_and_unknown_roles_are_refused() -> None:
     nodes = diamond().nodes
     with pytest.raises(
@@ -193,3 +201,11 @@ def test_the_same_graph_gives_the_same_picture() -> None:
     shuffled = list(graph.nodes)
     random.Random(0).shuffle(shuffled)
     assert format_svg(merge_equal(graph)) == format_svg(merge_equal(Graph(graph.lanes, tuple(shuffled), graph.edges)))
+
+
+def test_a_lane_is_as_high_as_what_is_written_in_it() -> None:
+    lanes = (Lane("actor", tuple(f"gpu:0-7 of 10.0.0.{node}" for node in range(20))), Lane("reward"))
+    graph = Graph(lanes, (Node(1, "actor", "update", "update"), Node(2, "reward", "score", "score")), (Edge(1, 2),))
+    top, height = plan_layout(graph).bands["actor"]
+    texts = {text.text: float(text.attrib["y"]) for text in ET.fromstring(format_svg(graph)).iter(f"{SVG}text")}
+    assert top < texts["actor"] < texts["gpu:0-7 of 10.0.0.0"] < texts["gpu:0-7 of 10.0.0.19"] < top + height

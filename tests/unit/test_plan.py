@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
 import pytest
 
-from hybridflow.observability.phases import phase
-from hybridflow.runtime.api import Pieces, Seat
-from hybridflow.runtime.recording import RecordingRuntime
+from hybridflow.cli.main import main
+from hybridflow.config import ConfigError, load_config
+from hybridflow.flow.commands import run_rl
+from hybridflow.flow.plan import Plan, describe_slots, format_plan, plan_rl, plan_sft
+from hybridflow.flow.quickstart import write_sums
+from hybridflow.flow.rl_job import RLConfig
+from hybridflow.flow.sft_job import SFTConfig
+from hybridflow.observability.phases import current_mark, phase
+from hybridflow.runtime.api import Pieces, RuntimeSettings, Seat
+from hybridflow.runtime.placement import NodeInventory, PlacementSettings, PoolSettings, plan_placement
+from hybridflow.runtime.recording import RecordingRuntime, find_nodes
 from hybridflow.types import BatchRef, ChunkRef, MetricsRef
+
+TINY = (
+    "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "
+    "num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: true}"
+)
+ON_RAY = ("runtime.kind=ray", "+runtime.num_cpus=8")
 
 
 class Toy:
@@ -26,6 +46,10 @@ class Toy:
         raise AssertionError("a plan calls no verb")
 
     def close(self) -> None: ...
+
+
+def split(given: object, digests: object, size: int) -> list[tuple[object, ...]]:
+    raise AssertionError("a plan has no digests to split by")
 
 
 def test_inputs_are_the_calls_whose_results_are_named() -> None:
@@ -50,7 +74,7 @@ def test_a_change_waits_for_what_was_to_see_the_state_before_and_reads_wait_for_
         runtime.submit(group, Toy.read)
     with phase("two"):
         runtime.broadcast(group, Toy.change, 1)
-        runtime.scatter(group, Toy.change, lambda digests, size: (), [first])
+        runtime.scatter(group, Toy.change, functools.partial(split, 1), [first])
         runtime.submit(group, Toy.read)
         runtime.snapshot(group, Toy.read, Toy.change)
         runtime.broadcast(group, Toy.change)
@@ -58,11 +82,276 @@ def test_a_change_waits_for_what_was_to_see_the_state_before_and_reads_wait_for_
     assert [call.on for call in runtime.calls] == ["one", "one", "one", "each", "each", "one", "one", "each"]
     assert runtime.calls[4].inputs == (1,)
     assert [call.call.mark.phase for call in runtime.calls] == ["one"] * 3 + ["two"] * 5
-    assert [(placed.role, placed.size, placed.gang) for placed in runtime.groups] == [("toy", 3, True), ("other", 1, False)]
+    assert [(placed.role, placed.size, placed.gang) for placed in runtime.groups] == [
+        ("toy", 3, True),
+        ("other", 1, False),
+    ]
+
+
+def test_the_inputs_of_a_scatter_are_what_its_split_holds_and_what_it_waits_for() -> None:
+    runtime = RecordingRuntime()
+    group = runtime.place_gang("toy", Toy)
+    first, second = (runtime.submit(group, Toy.read) for _ in range(2))
+    batch = BatchRef((ChunkRef({"tokens": second}, 5),))
+    runtime.scatter(group, Toy.change, functools.partial(split, batch), [first])
+    assert (runtime.calls[-1].inputs, runtime.calls[-1].num_rows) == ((2, 1), 5)
+    with pytest.raises(
+        TypeError, match=r"the split of toy.change hides what it refers to; make it a functools.partial"
+    ):
+        runtime.scatter(group, Toy.change, lambda digests, size: [(batch,)], [first])
 
 
 def test_nothing_can_be_got_from_a_plan() -> None:
     runtime = RecordingRuntime()
     ref = runtime.submit(runtime.place("toy", Toy), Toy.read)
-    with pytest.raises(TypeError, match=r"a plan runs nothing, so toy.read \(phase 'setup', step 0\) has no result to get"):
+    with pytest.raises(
+        TypeError, match=r"a plan runs nothing, so toy.read \(phase 'setup', step 0\) has no result to get"
+    ):
         runtime.get(ref)
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with sums to learn and a tokenizer."""
+    directory = tmp_path_factory.mktemp("sums")
+    files = write_sums(directory, seed=0)
+    lines = Path(files["train"]).read_text().splitlines(keepends=True)
+    (directory / "few.jsonl").write_text("".join(lines[:40]))
+    return directory
+
+
+def common(task: Path) -> list[str]:
+    return [
+        f"+model.config={TINY}", f"+model.tokenizer={task / 'tokenizer'}", f"data.files=[{task / 'few.jsonl'}]", "steps=9",
+        f"evaluation.data.files=[{task / 'valid.jsonl'}]", "evaluation.max_prompts=8", "evaluation.stop_at=0.9",
+        f"run={{directory: {task / 'runs'}, name: first, tensorboard: false, progress: false}}",
+    ]  # fmt: skip
+
+
+def rl_words(task: Path, *more: str) -> list[str]:
+    return [*common(task), "model.path=null", "prompts_per_step=6", "sampling.samples_per_prompt=4", *more]
+
+
+def plan_of_rl(task: Path, *more: str) -> Plan:
+    return plan_rl(load_config(RLConfig, config_name="quickstart_rl", overrides=rl_words(task, *more)))
+
+
+def calls_of(plan: Plan) -> str:
+    return format_plan(plan, graph=True).split("calls of a step\n\n")[1]
+
+
+def test_the_page_in_one_process(task: Path) -> None:
+    plan = plan_of_rl(task)
+    assert format_plan(plan, graph=False) == (
+        "rl\n"
+        f"  run          {task / 'runs'}/quickstart/first\n"
+        "  steps        9, or until an evaluation reaches 0.9\n"
+        "  a step       6 prompts × 4 samples = 24 rows, 2 updates\n"
+        "  evaluation   8 prompts × 1 sample, every 20 steps and after the last\n"
+        "  checkpoints  after the last step; the newest 2 are kept\n"
+        "\n"
+        "placement: all roles in this process\n"
+        "  actor   1 worker  cpu\n"
+        "  reward  1 worker  2 processes\n"
+    )
+    assert calls_of(plan) == (
+        "phase rollout\n"
+        "  1  actor.rollout  24 rows\n"
+        "phase score\n"
+        "  2  reward.score   24 rows    reads 1 actor.rollout\n"
+        "phase update\n"
+        "  3  actor.update   24 rows    reads 1 actor.rollout, 2 reward.score\n"
+        "next step\n"
+        "     actor.rollout  24 rows    after 3 actor.update\n"
+    )
+
+
+def test_the_page_on_trainers_and_generators_apart(task: Path) -> None:
+    devices = '{actor: "cpu:0-1", rollout: "cpu:2-4", reference: "cpu:0-1", reward: "cpu:6"}'
+    plan = plan_of_rl(task, *ON_RAY, f"+runtime.placement.device_map={devices}", "algorithm.kl_coefficient=0.01")
+    assert format_plan(plan, graph=False).split("placement: ")[1] == (
+        f"this machine ({find_nodes(RuntimeSettings())[0].num_gpus} GPUs, 8 CPUs)\n"
+        "  actor      2 workers, one gang  cpu:0-1\n"
+        "  rollout    3 workers            cpu:2-4\n"
+        "  reward     1 worker             cpu:6\n"
+        "  reference  2 workers            cpu:0-1\n"
+    )
+    assert calls_of(plan) == (
+        "phase rollout\n"
+        "  1  rollout.rollout ×3     24 rows  any of 3\n"
+        "phase score\n"
+        "  2  reward.score ×3        24 rows             reads 1 rollout.rollout\n"
+        "  3  reference.log_prob ×3  24 rows  any of 2   reads 1 rollout.rollout\n"
+        "phase update\n"
+        "  4  actor.update           24 rows  each of 2  reads 1 rollout.rollout, 2 reward.score, 3 reference.log_prob\n"
+        "  5  actor.snapshot                  any of 2   after 4 actor.update\n"
+        "  6  actor.weights                   any of 2   after 4 actor.update\n"
+        "  7  rollout.load_weights            each of 3  reads 6 actor.weights\n"
+        "next step\n"
+        "     rollout.rollout ×3     24 rows  any of 3   after 7 rollout.load_weights\n"
+        "     actor.update           24 rows  each of 2  after 5 actor.snapshot\n"
+    )
+
+
+def test_a_run_of_one_step_has_no_next(task: Path) -> None:
+    assert "next step" not in calls_of(plan_of_rl(task, "steps=1"))
+
+
+def test_supervised_fine_tuning(task: Path) -> None:
+    words = [
+        *common(task),
+        "rows_per_step=16",
+        "model.path=null",
+        *ON_RAY,
+        '+runtime.placement.device_map={actor: "cpu:0-2"}',
+    ]
+    plan = plan_sft(
+        load_config(
+            SFTConfig,
+            config_name="quickstart_sft",
+            overrides=[word.replace("+model.path", "model.path") for word in words],
+        )
+    )
+    assert plan.facts["a step"] == "16 rows, 1 update"
+    assert [(lane.role, *lane.details) for lane in plan.graph.lanes] == [
+        ("actor", "3 workers, one gang", "cpu:0-2"),
+        ("reward", "1 worker", "left to Ray", "2 processes"),
+    ]
+    assert calls_of(plan) == (
+        "phase update\n"
+        "  1  actor.update    16 rows  each of 3\n"
+        "  2  actor.snapshot           any of 3   after 1 actor.update\n"
+        "next step\n"
+        "     actor.update    16 rows  each of 3  after 2 actor.snapshot\n"
+    )
+
+
+def test_the_calls_are_those_that_a_run_makes(task: Path) -> None:
+    words = rl_words(
+        task, "steps=1", "evaluation.data=null", "reward.inline=true", "rollout.chunks=3", "numerics=exact"
+    )
+    config = load_config(RLConfig, config_name="quickstart_rl", overrides=[*words, "algorithm.kl_coefficient=0.01"])
+    nodes = plan_rl(config).graph.nodes
+    run = Path(run_rl(config)["run"])
+    phases = [json.loads(line) for line in (run / "phases.jsonl").read_text().splitlines()]
+    ran = [
+        (span["role"], span["verb"], told["phase"])
+        for told in phases
+        for span in told["spans"]
+        if told["phase"] in ("rollout", "score", "update")
+    ]
+    planned = [(node.role, node.verb, node.phase) for node in nodes for _ in range(node.count)]
+    assert len(planned) == 10 and sorted(ran) == sorted(planned)
+
+
+def test_a_plan_leaves_nothing_behind(task: Path) -> None:
+    before = sorted(task.rglob("*")), current_mark()
+    plan_of_rl(task, "run.name=second")
+    assert (sorted(task.rglob("*")), current_mark()) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sampling.temperature=0"], "sampling.temperature: 0 draws the same sample for a whole group"),
+        (["reward.function=null"], "reward.function: "),
+        (["+runtime.placement.device_map={aktor: 'cpu:0'}"], "runtime.placement.device_map.aktor: 'aktor' is not a role of this run"),
+        ([*ON_RAY, "+runtime.placement.device_map={actor: 'cpu:7-8'}"], "runtime.placement.device_map.actor: 'cpu:7-8' asks for 2 CPUs"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused_as_the_run_would(task: Path, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_of_rl(task, *words)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.fixture
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line adds to the import path."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.mark.usefixtures("own_path")
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ([], "prompts_per_step: 32"),
+        (["rl"], "prompts_per_step: 32"),
+        (["sft"], "rows_per_step: 32"),
+        (["--config-name", "sft"], "rows_per_step: 32"),
+        (
+            ["sft", "--config-name", "quickstart_sft", "steps=9", "evaluation.data.files=[b.jsonl]"],
+            "rows_per_step: 256",
+        ),
+        (
+            ["--config-name", "quickstart_rl", "steps=9", "evaluation={data: {files: [b]}, stop_at: 1}"],
+            "prompts_per_step: 64",
+        ),
+    ],
+)
+def test_the_command_planned_is_the_first_word_or_the_configuration_of_that_name(
+    words: list[str], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words, "++model.path=m", "data.files=[a.jsonl]", "--print-config"]) == 0
+    assert f"\n{key}\n" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("own_path")
+def test_the_graph_is_printed_and_drawn_when_asked_for(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--config-name", "quickstart_rl", *rl_words(task)]
+    assert main(words) == 0
+    plain = capsys.readouterr().out
+    assert plain.startswith("rl\n  run ") and "calls of a step" not in plain
+    assert main([*words, "--graph", "--svg", str(task / "step.svg")]) == 0
+    assert capsys.readouterr().out.startswith(f"{plain}\ncalls of a step\n\nphase rollout\n")
+    root = ET.parse(task / "step.svg").getroot()
+    boxes = root.findall("{http://www.w3.org/2000/svg}g[@class='node']")
+    assert [box[0].text for box in boxes] == [
+        "actor.rollout, phase 'rollout', call 1, 24 rows",
+        "reward.score, phase 'score', call 2, 24 rows",
+        "actor.update, phase 'update', call 3, 24 rows",
+        "actor.rollout, in the next step, 24 rows",
+    ]
+
+
+@pytest.mark.usefixtures("own_path")
+def test_a_drawing_that_cannot_be_written_is_told_in_one_line(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--config-name", "quickstart_rl", *rl_words(task), "--svg", str(task / "nowhere" / "step.svg")]
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert shown.err.endswith(
+        "step.svg' cannot be written (No such file or directory); name a file in a directory that is there\n"
+    )
+
+
+def test_devices_are_told_node_by_node() -> None:
+    nodes = (NodeInventory("a", "10.0.0.1", 8, 32), NodeInventory("b", "10.0.0.2", 8, 32))
+    settings = PlacementSettings(
+        mesh=(
+            PoolSettings(name="train", devices=("gpu:0-3", "gpu:6-9"), roles=("actor",), dtype="bfloat16"),
+            PoolSettings(name="reward", devices=("cpu:40-47",), strategy="per_node"),
+        )
+    )
+    placement = plan_placement(settings, nodes, ("actor", "reward"))
+    told = [describe_slots(placed, nodes) for placed in placement.roles]
+    assert told == [["gpu:0-3,6-7 of 10.0.0.1", "gpu:0-1 of 10.0.0.2", "bfloat16"], ["cpu:8-15 of 10.0.0.2"]]
+
+
+def test_of_many_nodes_a_few_are_told() -> None:
+    nodes = tuple(NodeInventory(f"n{index}", f"10.0.0.{index}", 8, 32) for index in range(20))
+    settings = PlacementSettings(device_map={"actor": "gpu:4-159"})
+    told = describe_slots(plan_placement(settings, nodes, ("actor",)).roles[0], nodes)
+    assert [told[0], *told[-2:]] == ["gpu:4-7 of 10.0.0.0", "gpu:0-7 of 10.0.0.7", "12 more nodes"]
+
+
+@pytest.mark.slow
+def test_a_cluster_that_would_be_joined_is_looked_at(ray_cluster: None) -> None:
+    ray = pytest.importorskip("ray")
+    (node,) = find_nodes(RuntimeSettings(kind="ray", address="auto"))
+    assert node.num_cpus == ray.cluster_resources()["CPU"] and node.address.count(".") == 3

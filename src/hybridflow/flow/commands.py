@@ -152,7 +152,8 @@ def run_eval(config: EvalConfig, *, reward_function: Callable[..., Any] | None =
         reward = RewardModel(runtime, config.reward, reward_function)
         evaluator = Evaluator(config.evaluation, prompts, tokenizer, generator, reward, runtime)
         samples, metrics = evaluator.run(step=0)
-    _write(samples, config.output)
+        if config.output is not None:
+            runtime.get(reward.write(samples, Path(config.output).absolute()))
     return {"rows": samples.num_rows, **{name: metric.value for name, metric in metrics.items()}}
 
 

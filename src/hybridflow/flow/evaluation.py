@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.batch import Batch
@@ -16,7 +15,7 @@ from hybridflow.rewards import RewardSettings, check_reward
 from hybridflow.roles.generator import Generator
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import Runtime
-from hybridflow.types import Metrics, RowState, SamplingParams, mean, total
+from hybridflow.types import BatchRef, Metrics, SamplingParams, mean, total
 
 
 @settings
@@ -87,24 +86,19 @@ class Evaluator:
         self._prompts = prompts
         self._policy, self._reward, self._runtime = policy, reward, runtime
 
-    def run(self, step: int) -> tuple[Batch, Metrics]:
+    def run(self, step: int) -> tuple[BatchRef, Metrics]:
         """The scored samples, and `eval/*` metrics.
 
         A row that failed counts as reward 0 here and is told in `eval/failed`: dropping it would flatter the policy.
         """
         with phase("evaluate"):
             samples = self._policy.rollout(self._prompts, step=step, sampling=self._sampling)
-            scores = self._reward.score(samples)
-        batch = self._runtime.get(samples | scores)
-        rewards = batch.numpy("reward")
-        failed = np.isnan(rewards) | (batch.numpy("state") == RowState.FAILED)
-        if failed.all():
-            row = batch.slice(0, 1)
-            why = row.pylist("rollout_error")[0] or row.pylist("reward_error")[0]
-            raise EvaluationError(f"every row of the evaluation failed; row 0 says: {why}")
-        tokens = int(batch.ragged("loss_mask").values.sum())
-        return batch, {
-            "eval/reward_mean": mean(float(np.where(failed, 0.0, rewards).mean()), batch.num_rows),
-            "eval/failed": total(int(failed.sum())),
-            "eval/response_length_mean": mean(tokens / batch.num_rows, batch.num_rows),
+            scored = samples | self._reward.score(samples)
+            summary = self._runtime.get(self._reward.summarize(scored))
+        if summary.num_failed == summary.num_rows:
+            raise EvaluationError(f"every row of the evaluation failed; row 0 says: {summary.first_error}")
+        return scored, {
+            "eval/reward_mean": mean(summary.mean, summary.num_rows),
+            "eval/failed": total(summary.num_failed),
+            "eval/response_length_mean": mean(summary.num_tokens / summary.num_rows, summary.num_rows),
         }

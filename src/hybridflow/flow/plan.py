@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,11 @@ from hybridflow.roles.policy import ModelSettings, resolve_device
 from hybridflow.runtime.api import RuntimeSettings
 from hybridflow.runtime.placement import Inventory, Placement, RolePlacement, plan_placement
 from hybridflow.runtime.recording import RecordedCall, RecordedGroup, RecordingRuntime, find_nodes
+from hybridflow.runtime.start import runs_in_process
 from hybridflow.types import BatchRef, MetricsRef
+
+MAX_NODES_SHOWN = 8
+"""Nodes told one by one; the others are counted."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def _iter_two_steps(data: DataSource, num_steps: int) -> Iterator[int]:
 def plan_rl(config: RLConfig) -> Plan:
     """The plan of a run of reinforcement learning. Raises ConfigError for what is wrong, as the run would."""
     inputs = read_rl_inputs(config)
-    site = _find_site(config.runtime, ("actor", "rollout", "reference", "reward"))
+    site = _find_site(config.runtime)
     runtime = site.runtime()
     _record(lambda: rl.train(_PlannedRL(config, inputs, runtime)))
     samples = config.sampling.samples_per_prompt
@@ -118,7 +121,7 @@ def plan_rl(config: RLConfig) -> Plan:
 def plan_sft(config: SFTConfig) -> Plan:
     """The plan of a run of supervised fine-tuning. Raises ConfigError for what is wrong, as the run would."""
     inputs = read_sft_inputs(config)
-    site = _find_site(config.runtime, ("actor", "rollout", "reward"))
+    site = _find_site(config.runtime)
     runtime = site.runtime()
     _record(lambda: sft.train(_PlannedSFT(config, inputs, runtime)))
     facts = {
@@ -137,11 +140,11 @@ def _record(page: Callable[[], None]) -> None:
     contextvars.copy_context().run(page)
 
 
-def _find_site(settings: RuntimeSettings, roles: Sequence[str]) -> _Site:
-    if settings.kind == "local" or os.environ.get("RAY_ADDRESS") == "local":
+def _find_site(settings: RuntimeSettings) -> _Site:
+    if runs_in_process(settings):
         return _Site()
     inventory = find_nodes(settings)
-    return _Site(inventory, plan_placement(settings.placement, inventory, roles))
+    return _Site(inventory, plan_placement(settings.placement, inventory, settings.placement.roles()))
 
 
 def _build_plan(
@@ -149,8 +152,8 @@ def _build_plan(
 ) -> Plan:
     lanes = tuple(_build_lane(group, site, devices[group.role]) for group in runtime.groups)
     graph = build_graph(runtime.calls, lanes, {group.role: group.size for group in runtime.groups})
-    nodes = "; ".join(f"{node.address} ({node.num_gpus} GPUs, {node.num_cpus} CPUs)" for node in site.inventory)
-    return Plan(command, facts, nodes or "all roles in this process", graph)
+    nodes = [f"{node.address} ({node.num_gpus} GPUs, {node.num_cpus} CPUs)" for node in site.inventory]
+    return Plan(command, facts, "; ".join(_shorten(nodes)) or "all roles in this process", graph)
 
 
 def build_graph(calls: Sequence[RecordedCall], lanes: tuple[Lane, ...], sizes: Mapping[str, int]) -> Graph:
@@ -173,21 +176,26 @@ def _build_lane(group: RecordedGroup, site: _Site, device: str) -> Lane:
     count = f"{_count(group.size, 'worker')}{', one gang' if group.gang and group.size > 1 else ''}"
     if site.placement is None:
         return Lane(group.role, (count, device))
-    placed = site.placement.find(group.role)
+    placed = site.placement.of(group.role)
     return Lane(
-        group.role, (count, *_describe_slots(placed, site.inventory)) if placed else (count, "left to Ray", device)
+        group.role, (count, *describe_slots(placed, site.inventory)) if placed else (count, "left to Ray", device)
     )
 
 
-def _describe_slots(placed: RolePlacement, inventory: Inventory) -> list[str]:
-    """The devices node by node, numbered over each: `gpu:0-3 of 10.0.0.1`."""
-    addresses = {node.node_id: node.address for node in inventory}
+def describe_slots(placed: RolePlacement, inventory: Inventory) -> list[str]:
+    """The devices node by node, numbered over each: `gpu:0-3 of 10.0.0.1`; where there is one node, it goes without saying."""
+    addresses = {node.node_id: f" of {node.address}" if len(inventory) > 1 else "" for node in inventory}
     lines = []
     for node_id in dict.fromkeys(slot.node_id for slot in placed.slots):
         slots = [slot for slot in placed.slots if slot.node_id == node_id]
         indices = sorted(index for slot in slots for index in slot.indices)
-        lines.append(f"{slots[0].kind}:{_format_ranges(indices)} of {addresses[node_id]}")
-    return [*lines, placed.dtype] if placed.dtype else lines
+        lines.append(f"{slots[0].kind}:{_format_ranges(indices)}{addresses[node_id]}")
+    return [*_shorten(lines), placed.dtype] if placed.dtype else _shorten(lines)
+
+
+def _shorten(nodes: list[str]) -> list[str]:
+    more = len(nodes) - MAX_NODES_SHOWN
+    return [*nodes[:MAX_NODES_SHOWN], f"{_count(more, 'more node')}"] if more > 0 else nodes
 
 
 def _format_ranges(indices: Sequence[int]) -> str:
@@ -233,14 +241,16 @@ def _count(number: int, one: str, many: str = "") -> str:
 
 def format_plan(plan: Plan, *, graph: bool) -> str:
     """The plan as text, with the calls of a step if `graph`."""
-    lanes = {lane.role: "   ".join(lane.details) for lane in plan.graph.lanes}
-    text = f"{plan.command}\n{_format_table(plan.facts)}\nplacement: {plan.nodes}\n{_format_table(lanes)}"
+    facts = _format_table([[name, fact] for name, fact in plan.facts.items()])
+    roles = _format_table([[lane.role, lane.details[0], ", ".join(lane.details[1:])] for lane in plan.graph.lanes])
+    text = f"{plan.command}\n{facts}\nplacement: {plan.nodes}\n{roles}"
     return text + f"\ncalls of a step\n\n{format_text(plan.graph)}" if graph else text
 
 
-def _format_table(rows: Mapping[str, str]) -> str:
-    width = max(map(len, rows))
-    return "".join(f"  {name:<{width}}  {value}\n" for name, value in rows.items())
+def _format_table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "".join(f"  {line}".rstrip() + "\n" for line in lines)
 
 
 def save_svg(plan: Plan, path: Path) -> None:

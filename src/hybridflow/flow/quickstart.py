@@ -20,6 +20,7 @@ from hybridflow.flow.rl_job import RLConfig
 from hybridflow.flow.sft_job import SFTConfig
 from hybridflow.roles.policy import ModelSettings
 from hybridflow.runtime.api import RuntimeSettings
+from hybridflow.runtime.placement import PlacementSettings
 from hybridflow.types import Numerics
 
 CHARACTERS = "0123456789+="
@@ -158,7 +159,8 @@ def _accuracy(config: QuickstartConfig, model: str, file: str, rl: RLConfig) -> 
             ),
             reward=rl.reward,
             numerics=config.numerics,
-            runtime=config.runtime,
+            # The run's roles are not those of an evaluation, which one worker does in a moment.
+            runtime=dataclasses.replace(config.runtime, placement=PlacementSettings()),
         )
     )
     return round(float(result["eval/reward_mean"]), 4)

@@ -16,6 +16,7 @@ from hybridflow.config import ConfigError, Field, settings, to_yaml
 from hybridflow.data import DataSettings, PromptPool, chat_stop_ids
 from hybridflow.flow.evaluation import EvaluationSettings, Evaluator, read_held_out
 from hybridflow.flow.job import CheckpointSettings, Job, check_placed_models, find_run, model_spec, train_over
+from hybridflow.observability.phases import phase
 from hybridflow.observability.run import RunDirectory, RunSettings
 from hybridflow.rewards import RewardSettings, check_reward, source_hash
 from hybridflow.roles.actor import Actor, ActorSpec
@@ -160,6 +161,7 @@ class RLJob(Job):
             snapshot_every_steps=config.runtime.recovery.snapshot_every_steps,
         )
         reward = RewardModel(runtime, config.reward, inputs.reward_function, inputs.reward_columns)
+        self._reward = reward
         self.scorers = self._build_scorers(actor, reward, runtime, model)
         super().__init__(
             kind="rl",
@@ -181,9 +183,11 @@ class RLJob(Job):
 
     def after_step(self, step: int, metrics: MetricsRef, batch: BatchRef, scores: dict[str, BatchRef]) -> None:
         """Writes the step's samples, before the checkpoint that says the step is done, and everything that `close_step` does."""
-        if self.run.wants_rollouts(step):
+        path = self.run.rollout_path(step)
+        if path is not None:
             scored = functools.reduce(lambda left, right: left | right, scores.values(), batch)
-            self.run.save_rollouts(step, self.runtime.get(scored))
+            with phase("write"):
+                self.runtime.get(self._reward.write(scored, path.absolute()))
         self.close_step(step, metrics)
 
     def _build_scorers(

@@ -52,7 +52,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Edge:
-    """`target` comes after `source`: it reads its result (`data`), or sees the state that it has left (`order`)."""
+    """`target` comes after `source`: it reads its result (`data`), or one of the two changes the state that both meet (`order`)."""
 
     source: int
     target: int
@@ -189,9 +189,9 @@ PALETTE = ("#2563eb", "#d97706", "#059669", "#9333ea", "#e11d48", "#0891b2", "#4
 INK, FAINT, PAPER = "#0f172a", "#64748b", "#ffffff"
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', Helvetica, Arial, sans-serif"
 WIDTH = 1200.0
-MARGIN, GUTTER, TOP, LEGEND = 20.0, 170.0, 56.0, 48.0
-BOX_HEIGHT, BOX_GAP, LANE_PAD, LANE_GAP = 62.0, 26.0, 24.0, 10.0
-MIN_GAP, MAX_GAP, CLEARANCE = 44.0, 150.0, 9.0
+MARGIN, TOP, LEGEND = 20.0, 56.0, 48.0
+BOX_HEIGHT, BOX_GAP, LANE_PAD, LANE_GAP, LINE = 62.0, 26.0, 24.0, 10.0, 17.0
+MIN_GAP, MAX_GAP, CLEARANCE = 36.0, 150.0, 9.0
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,8 @@ def _plan_bands(graph: Graph, columns: Mapping[int, int]) -> dict[str, tuple[flo
     for lane in graph.lanes:
         at = [columns[node.key] for node in graph.nodes if node.role == lane.role]
         stacked = max((at.count(column) for column in at), default=1)
-        height = stacked * BOX_HEIGHT + (stacked - 1) * BOX_GAP + 2 * LANE_PAD
+        needed = stacked * (BOX_HEIGHT + BOX_GAP) - BOX_GAP, LINE * (1 + len(lane.details))
+        height = max(needed) + 2 * LANE_PAD
         bands[lane.role] = (top, height)
         top += height + LANE_GAP
     return bands
@@ -271,15 +272,25 @@ def _plan_columns(graph: Graph, columns: Mapping[int, int]) -> tuple[list[float]
     widths = [0.0] * (max(columns.values(), default=-1) + 1)
     for node in graph.nodes:
         widths[columns[node.key]] = max(widths[columns[node.key]], _box_width(node))
-    room = WIDTH - 2 * MARGIN - GUTTER - LANE_PAD - sum(widths)
+    first = MARGIN + _gutter_width(graph.lanes)
+    room = WIDTH - first - MARGIN - LANE_PAD - sum(widths)
     gap = min(MAX_GAP, max(MIN_GAP, room / max(len(widths) - 1, 1)))
-    lefts = [MARGIN + GUTTER + sum(widths[:column]) + column * gap for column in range(len(widths))]
-    return lefts, widths
+    return [first + sum(widths[:column]) + column * gap for column in range(len(widths))], widths
+
+
+# Letters differ between fonts; the widths below are those of wide ones.
+def _gutter_width(lanes: Sequence[Lane]) -> float:
+    return max(
+        [
+            120.0,
+            *(40 + 9.2 * len(lane.role) for lane in lanes),
+            *(40 + 6.2 * len(d) for lane in lanes for d in lane.details),
+        ]
+    )
 
 
 def _box_width(node: Node) -> float:
-    # Widths of letters differ between fonts; these are those of wide ones.
-    return max(104.0, 28 + 8.6 * len(node.title), 28 + 6.6 * max(len(line) for line in _small_lines(node)))
+    return max(92.0, 24 + 8.6 * len(node.title), 24 + 5.8 * max(len(line) for line in _small_lines(node)))
 
 
 def _small_lines(node: Node) -> tuple[str, str]:
@@ -386,10 +397,10 @@ def _add_lane(root: ET.Element, lane: Lane, layout: Layout, colour: str) -> None
         fill=colour, fill_opacity="0.05",
     )  # fmt: skip
     _add(root, "rect", x=MARGIN, y=top, width=5, height=height, rx=2.5, fill=colour)
-    first = top + height / 2 + 5 - 8.5 * len(lane.details)
+    first = top + height / 2 + 5 - LINE / 2 * len(lane.details)
     _add_text(root, MARGIN + 18, first, lane.role, size=15, weight="700", fill=colour)
     for number, line in enumerate(lane.details, 1):
-        _add_text(root, MARGIN + 18, first + 17 * number, line, size=12, fill=FAINT)
+        _add_text(root, MARGIN + 18, first + LINE * number, line, size=12, fill=FAINT)
 
 
 def _add_node(root: ET.Element, node: Node, box: Box, colour: str) -> None:
@@ -429,7 +440,7 @@ def _add_edge(
     if edge.kind == "order":
         curve.set("stroke-dasharray", "5 4")
     names = f"{target.role}.{target.verb}", f"{source.role}.{source.verb}"
-    told = "{} reads the result of {}" if edge.kind == "data" else "{} sees the state that {} has left"
+    told = "{} reads the result of {}" if edge.kind == "data" else "{} comes after {}, for the state of their workers"
     _add(curve, "title").text = told.format(*names)
 
 
@@ -447,12 +458,12 @@ def _curve(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _add_legend(root: ET.Element, y: float) -> None:
-    x = MARGIN + GUTTER
-    entries = (("", "reads the result of"), ("5 4", "comes after: sees the state that was left"))
+    x = MARGIN + 18
+    entries = (("", "reads the result of"), ("5 4", "comes after it, for the state of the same workers"))
     for dashes, text in entries:
         line = _add(root, "path", d=f"M{x:.0f},{y - 4:.0f} h34", stroke=FAINT, stroke_width=1.6)
         if dashes:
             line.set("stroke-dasharray", dashes)
         _add_text(root, x + 42, y, text, size=12, fill=FAINT)
         x += 60 + 7 * len(text)
-    _add_text(root, x, y, "stacked boxes: calls side by side", size=12, fill=FAINT)
+    _add_text(root, x, y, "stacked: equal calls that may run side by side", size=12, fill=FAINT)

@@ -28,7 +28,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hybridflow.batch import Batch
 from hybridflow.config import ConfigError, Field, settings
 from hybridflow.observability.phases import phase_times
 from hybridflow.types import Metric, Recovery, Span
@@ -130,15 +129,10 @@ class RunDirectory:
         for recovery in recoveries:
             self._append("recovery.jsonl", asdict(recovery))
 
-    def save_rollouts(self, step: int, batch: Batch) -> None:
-        """Writes the step's samples as Parquet when the settings ask for this step."""
-        if self.wants_rollouts(step):
-            batch.to_parquet(self.path / "rollouts" / f"step_{step:08d}.parquet")
-
-    def wants_rollouts(self, step: int) -> bool:
-        """Whether this step's samples are to be written."""
+    def rollout_path(self, step: int) -> Path | None:
+        """Where this step's samples are to be written; None where the settings do not ask for them."""
         every = self.settings.save_rollouts_every
-        return every > 0 and step % every == 0
+        return self.path / "rollouts" / f"step_{step:08d}.parquet" if every > 0 and step % every == 0 else None
 
     def close(self) -> None:
         """Flushes what is buffered."""

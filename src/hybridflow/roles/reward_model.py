@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hybridflow.batch import Batch
 from hybridflow.rewards import RewardPool, RewardSettings
 from hybridflow.roles.parts import PER_TOKEN, TEXT, TOKENS, add_columns, cut_columns
 from hybridflow.runtime.api import Pieces, Runtime, Seat
-from hybridflow.types import BatchRef
+from hybridflow.types import BatchRef, Ref, RowState
 
 RewardFunction = Callable[..., float]
+
+
+@dataclass(frozen=True)
+class ScoreSummary:
+    """Scored rows in a few numbers. A row that failed counts as reward 0 in `mean`: dropping it would flatter the policy.
+
+    num_tokens: sampled. first_error: why row 0 failed, where it did.
+    """
+
+    num_rows: int
+    num_failed: int
+    num_tokens: int
+    mean: float
+    first_error: str
 
 
 class RewardWorker:
@@ -23,6 +41,24 @@ class RewardWorker:
     def score(self, batch: Batch, sizes: tuple[int, ...]) -> Pieces[Batch]:
         """Columns `reward` float64 (null where the function failed) and `reward_error`, in chunks of these numbers of rows."""
         return cut_columns(self.pool.score(batch), sizes)
+
+    def summarize(self, batch: Batch) -> ScoreSummary:
+        """What an evaluation tells of scored rows."""
+        rewards = batch.numpy("reward")
+        failed = np.isnan(rewards) | (batch.numpy("state") == RowState.FAILED)
+        first = batch.slice(0, min(1, batch.num_rows))
+        reasons = [*first.pylist("rollout_error"), *first.pylist("reward_error"), None]
+        return ScoreSummary(
+            num_rows=batch.num_rows,
+            num_failed=int(failed.sum()),
+            num_tokens=int(batch.ragged("loss_mask").values.sum()),
+            mean=float(np.where(failed, 0.0, rewards).mean()) if batch.num_rows else 0.0,
+            first_error=next((reason for reason in reasons if reason), "no reason was given"),
+        )
+
+    def write(self, batch: Batch, path: Path) -> None:
+        """Writes the rows as Parquet."""
+        batch.to_parquet(path)
 
     def close(self) -> None:
         """Ends the processes."""
@@ -50,3 +86,11 @@ class RewardModel:
     def score(self, batch: BatchRef) -> BatchRef:
         """Rewards of the rows."""
         return add_columns(self._runtime, self._workers, RewardWorker.score, batch.only(*self._parts), "reward")
+
+    def summarize(self, batch: BatchRef) -> Ref[ScoreSummary]:
+        """A few numbers of scored rows, taken where they are read, so that the controller need not."""
+        return self._runtime.submit(self._workers, RewardWorker.summarize, batch)
+
+    def write(self, batch: BatchRef, path: Path) -> Ref[None]:
+        """Writes the rows as Parquet, beside the worker, to a path that controller and worker share."""
+        return self._runtime.submit(self._workers, RewardWorker.write, batch, path)

@@ -50,7 +50,7 @@ class RuntimeSettings:
     kind: str = Field(default="local", pattern="^(local|ray)$")
     """`local`: all roles in this process, breakpoints work anywhere. `ray`: workers of their own. `RAY_ADDRESS=local` means local."""
     address: str | None = None
-    """Ray cluster to join, e.g. 'auto'; null starts one on this machine."""
+    """Ray cluster to join, e.g. 'auto'; null takes RAY_ADDRESS where that is set, and else starts one on this machine."""
     num_cpus: int | None = Field(default=None, ge=1)
     """CPUs that a cluster started here offers; null takes the machine's. More than there are lets workers share cores."""
     placement: PlacementSettings = Field(default_factory=PlacementSettings)
@@ -113,7 +113,8 @@ class Group(Protocol[W_co]):
 
 
 Split = Callable[[Sequence[Any], int], Sequence[tuple[Any, ...]]]
-"""(digests, size) -> the arguments of each of `size` workers."""
+"""(digests, size) -> the arguments of each of `size` workers. A `functools.partial`, whose own arguments hold every reference that the
+results may: so a plan sees what the call will read, before there is a digest."""
 
 
 class Runtime(Protocol):

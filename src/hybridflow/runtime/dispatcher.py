@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,7 +68,7 @@ class Dispatcher:
             kind, indices = (worker.slot.kind, worker.slot.indices) if worker.slot else (None, ())
             seat = group.seat(worker.rank, rendezvous, self.settings.call_timeout_s)
             bound = kind if self.settings.placement.bind_numa else None
-            order = Start(seat, group.build, group.args, group.kwargs, bound, indices)
+            order = Start(seat, group.build, group.args, group.kwargs, os.getcwd(), bound, indices)
             self._fly(Attempt(worker, name="its start"), encode(order), (), 0)
 
     def started(self, worker: WorkerProcess) -> None:

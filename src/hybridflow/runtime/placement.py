@@ -268,6 +268,13 @@ def plan_new_slot(like: Slot, alive: Inventory, in_use: Sequence[Slot]) -> Slot 
     return None
 
 
+def plan_shared_slot(like: Slot, held: Sequence[Slot]) -> Slot | None:
+    """A slot that others have, of the kind and size of `like`, for where nothing is free: on the node that holds the fewest of them."""
+    fitting = [slot for slot in held if slot.kind == like.kind and len(slot.indices) == len(like.indices)]
+    load = Counter(slot.node_id for slot in fitting)
+    return min(fitting, key=lambda slot: load[slot.node_id], default=None)
+
+
 def _read_pools(settings: PlacementSettings) -> tuple[_Pool, ...]:
     if settings.device_map:
         return tuple(_read_role(role, written) for role, written in settings.device_map.items())

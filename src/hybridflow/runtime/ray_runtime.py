@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 
 import ray
 
@@ -18,9 +20,11 @@ class RayRuntime(Scheduler):
     def __init__(self, settings: RuntimeSettings) -> None:
         self._owns_cluster = not ray.is_initialized()
         if self._owns_cluster:
+            # Ray by itself would join any cluster that it finds on this machine.
+            address = settings.address or os.environ.get("RAY_ADDRESS") or "local"
             ray.init(
-                address=settings.address or "local",
-                num_cpus=settings.num_cpus if settings.address is None else None,
+                address=address,
+                num_cpus=settings.num_cpus if address == "local" else None,
                 include_dashboard=False,
                 log_to_driver=True,
                 logging_level=logging.ERROR,
@@ -32,6 +36,9 @@ class RayRuntime(Scheduler):
             self._leave()
             raise
         super().__init__(transport, settings, placement)
+        # What is imported stays; the collector would go through its million objects again and again while a step is dispatched.
+        gc.collect()
+        gc.freeze()
 
     def shutdown(self) -> None:
         """See `Runtime.shutdown`."""

@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -23,13 +23,23 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from hybridflow.config import ConfigError
 from hybridflow.runtime.host import Failure, Host, Report
-from hybridflow.runtime.placement import Bundle, Inventory, NodeInventory, Placement, Slot, plan_new_slot
+from hybridflow.runtime.placement import (
+    Bundle,
+    Inventory,
+    NodeInventory,
+    Placement,
+    Slot,
+    plan_new_slot,
+    plan_shared_slot,
+)
 from hybridflow.runtime.transport import Died, InputLost, ObjectLostError
 
 INLINE_BYTES = 4096
 """Largest result that Ray may pass through the controller instead of its store; so what the controller carries does not grow with data."""
 PROBE_S = 1.0
 """Seconds that a node has to take a connection before it counts as lost."""
+LINGER_S, MAX_LINGER_S = 1e-4, 0.05
+"""Seconds, for each call under way and at most, that a look at the answers waits for more of them."""
 SHARE = 0.001
 """Part of its slot's GPU that a worker asks Ray for, so that all roles of the slot get that GPU and no other."""
 
@@ -69,7 +79,8 @@ class RayTransport:
 
     def __init__(self, placement: Placement, *, start_timeout_s: float) -> None:
         self._start_timeout_s = start_timeout_s
-        self._reserved: dict[tuple[str, str, tuple[int, ...]], tuple[PlacementGroup, int]] = {}
+        self._reserved: dict[Slot, tuple[PlacementGroup, int]] = {}
+        self._moved: dict[Slot, Slot] = {}
         self._groups: list[PlacementGroup] = []
         self._keepers: dict[str, Any] = {}
         self._lost_nodes: set[str] = set()
@@ -106,8 +117,8 @@ class RayTransport:
         first, _ = ray.wait(keys, num_returns=1, timeout=timeout_s)
         if not first:
             return []
-        # Of many workers more have answered by the time the first is looked at; one look then serves all.
-        time.sleep(min(2e-5 * len(keys), 0.02))
+        # Of many workers others answer soon after the first; one look then serves them all.
+        time.sleep(min(LINGER_S * len(keys), MAX_LINGER_S))
         there, _ = ray.wait(keys, num_returns=len(keys), timeout=0)
         return [(key, _read_report(key)) for key in there]
 
@@ -151,12 +162,18 @@ class RayTransport:
             self._lost_nodes.add(node_id)
         return node_id in self._lost_nodes
 
-    def find_slot(self, role: str, slot: Slot, in_use: Iterable[Slot]) -> Slot | None:
+    def find_slot(self, slot: Slot, *, share: bool) -> Slot | None:
         """See `Transport.find_slot`."""
+        slot = self._moved.get(slot, slot)
         alive = tuple(node for node in read_inventory() if not self.node_is_lost(node.node_id))
-        if any(node.node_id == slot.node_id for node in alive):
+        there = {node.node_id for node in alive}
+        if slot.node_id in there:
             return slot
-        return plan_new_slot(slot, alive, list(in_use))
+        held = [other for other in self._reserved if other.node_id in there]
+        found = plan_new_slot(slot, alive, held) or (plan_shared_slot(slot, held) if share else None)
+        if found is not None:
+            self._moved[slot] = found
+        return found
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -173,7 +190,7 @@ class RayTransport:
             numbers = [number for number, bundle in enumerate(placement.bundles) if bundle.node_id == node_id]
             group = self._hold([placement.bundles[number] for number in numbers])
             for index, number in enumerate(numbers):
-                self._reserved[_key(slots[number])] = (group, index)
+                self._reserved[slots[number]] = (group, index)
         for group in self._groups:
             if not group.wait(self._start_timeout_s):
                 raise ConfigError(
@@ -182,19 +199,15 @@ class RayTransport:
                 )
 
     def _reservation(self, slot: Slot) -> tuple[PlacementGroup, int]:
-        if _key(slot) not in self._reserved:
-            self._reserved[_key(slot)] = (self._hold([slot.reservation]), 0)
-        return self._reserved[_key(slot)]
+        if slot not in self._reserved:
+            self._reserved[slot] = (self._hold([slot.reservation]), 0)
+        return self._reserved[slot]
 
     def _hold(self, bundles: Sequence[Bundle]) -> PlacementGroup:
         selector = [{"ray.io/node-id": bundle.node_id} for bundle in bundles]
         group = placement_group([bundle.resources for bundle in bundles], bundle_label_selector=selector)
         self._groups.append(group)
         return group
-
-
-def _key(slot: Slot) -> tuple[str, str, tuple[int, ...]]:
-    return slot.node_id, slot.kind, slot.indices
 
 
 def _read_report(key: Any) -> bytes | Died | InputLost:

@@ -106,37 +106,36 @@ class Repairs:
                 self._clear(worker)
                 self._settle(worker, moved=False)
 
-    def _settle(self, worker: WorkerProcess, *, moved: bool) -> None:
+    def _settle(self, worker: WorkerProcess, *, moved: bool, share: bool = False) -> None:
         """Gives a worker's place a process again: where it was, or where there is room."""
         if worker.slot is not None and moved:
-            others = [
-                w.slot for g in self._dispatcher.groups for w in g.workers if w.slot and w is not worker and w.handle
-            ]
-            found = self._transport.find_slot(worker.group.role, worker.slot, others)
+            found = self._transport.find_slot(worker.slot, share=share)
             if found is None:
                 worker.homeless_since_s = worker.homeless_since_s or time.monotonic()
                 return
             if found != worker.slot:
-                _log.warning("%s moves to %s", worker.label, found)
+                _log.warning("%s moves to another node", worker.label)
             worker.slot = found
         self._dispatcher.open(worker)
 
     def _give_up_place(self, worker: WorkerProcess) -> None:
-        """Nothing is left for this worker: the group goes on without it, or the run ends."""
+        """No place is free for this worker: it shares one, or its group goes on without it, or the run ends."""
         group = worker.group
         waited_s = self._settings.recovery.wait_for_node_s
-        if group.size == 1:
+        if group.size > 1:
+            _log.warning("no place is free for %s; its group goes on with %d workers", worker.label, group.size - 1)
+            group.remove(worker)
+            for change in [change for change in group.journal if not change.done]:
+                self._dispatcher.finish(change)
+            self._dispatcher.start_together(group)
+            return
+        self._settle(worker, moved=True, share=True)
+        if worker.homeless_since_s is not None:
             raise WorkersLostError(
-                f"{worker.label} has no place: for {waited_s:g} s no node had a free device of its kind; add a node, or raise "
+                f"no place is left for {worker.label}: for {waited_s:g} s no node had a device of its kind; add a node, or raise "
                 "runtime.recovery.wait_for_node_s"
             )
-        _log.warning(
-            "%s has found no place in %g s; its group goes on with %d workers", worker.label, waited_s, group.size - 1
-        )
-        group.remove(worker)
-        for change in [change for change in group.journal if not change.done]:
-            self._dispatcher.finish(change)
-        self._dispatcher.start_together(group)
+        _log.warning("no place is free for %s; it shares one", worker.label)
 
     # Lost objects.
 

@@ -12,9 +12,14 @@ from hybridflow.runtime.inprocess import InProcessRuntime
 from hybridflow.types import Numerics
 
 
+def runs_in_process(settings: RuntimeSettings) -> bool:
+    """Whether all roles run in this process; `RAY_ADDRESS=local` in the environment says so, whatever the settings say."""
+    return settings.kind == "local" or os.environ.get("RAY_ADDRESS") == "local"
+
+
 def start_runtime(settings: RuntimeSettings) -> Runtime:
-    """The runtime that the settings ask for; `RAY_ADDRESS=local` in the environment means one process, whatever they say."""
-    if settings.kind == "local" or os.environ.get("RAY_ADDRESS") == "local":
+    """The runtime that the settings ask for."""
+    if runs_in_process(settings):
         return InProcessRuntime()
     try:
         from hybridflow.runtime.ray_runtime import RayRuntime

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,8 +62,11 @@ class Transport(Protocol):
         """Whether a node does not answer any more. Bounded to a second or two."""
         ...
 
-    def find_slot(self, role: str, slot: Slot, in_use: Iterable[Slot]) -> Slot | None:
-        """A place for a worker of the role that had `slot`: the same one if its node is there, else a free one of its kind, if any."""
+    def find_slot(self, slot: Slot, *, share: bool) -> Slot | None:
+        """A place for a worker that had `slot`: the same one if its node is there, else a free one of its kind, if any.
+
+        Workers that had the same slot get the same one again. share: where nothing is free, one that others use.
+        """
         ...
 
     def close(self) -> None:
