@@ -43,8 +43,8 @@ imports: $(READY) ## the import rules of docs/architecture.md
 test-fast: $(READY) ## unit tests but for the slow ones
 	$(PYTEST) -n 2 -m "not slow" tests/unit
 
-test-parts: $(READY) ## unit tests, contracts, and GPU tests where there is a GPU
-	$(PYTEST) -n 2 --dist loadfile tests/unit tests/contract tests/gpu
+test-parts: $(READY) ## unit tests, contracts, several processes, and GPU tests where there is a GPU
+	$(PYTEST) -n 2 --dist loadfile tests/unit tests/contract tests/multiproc tests/gpu
 
 test-runs: $(READY) ## whole runs, one after the other, since each starts processes of its own
 	$(PYTEST) tests/e2e

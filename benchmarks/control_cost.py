@@ -49,7 +49,9 @@ SEQUENCES, SAMPLES = 8192, 8
 METRICS = 24
 
 
-def stub_rollout(worker: Any, prompts: Batch, sampling: SamplingParams, step: int, sizes: tuple[int, ...]) -> Any:
+def stub_rollout(
+    worker: Any, prompts: Batch, sampling: SamplingParams, step: int, sizes: tuple[int, ...], weights: Any
+) -> Any:
     """Samples without a model: as many rows and tokens as a real one would return."""
     rows, length = sum(sizes), sampling.max_new_tokens
     offsets = np.arange(rows + 1, dtype=np.int64) * length
@@ -89,7 +91,6 @@ class StubHosts:
             cls.__init__ = lambda self, *_: None  # type: ignore[method-assign, assignment, misc]
             cls.close = lambda self: None  # type: ignore[method-assign]
         GeneratorWorker.rollout = stub_rollout  # type: ignore[method-assign, assignment]
-        GeneratorWorker.load_weights = lambda self, weights: None  # type: ignore[method-assign]
         RewardWorker.score = stub_score  # type: ignore[method-assign, assignment]
         ActorWorker.update = stub_update  # type: ignore[method-assign, assignment]
         ActorWorker.weights = lambda self: Weights(0, {})  # type: ignore[method-assign]

@@ -184,24 +184,6 @@ class Batch:
         ends = np.cumsum([0, *parts]).tolist()
         return [self.slice(start, stop) for start, stop in zip(ends[:-1], ends[1:], strict=True)]
 
-    def split_groups(self, parts: int) -> list[Batch]:
-        """`parts` consecutive parts of whole groups (`group_id`), as even in rows as the groups allow.
-
-        Each border is the group's edge nearest to that of an even split of the rows. Parts are empty where
-        there are fewer groups than parts. Raises ValueError if a group's rows are not adjacent.
-        """
-        groups = self.numpy("group_id")
-        starts = np.flatnonzero(np.diff(groups, prepend=groups[:1] - 1))
-        named, counts = np.unique(groups[starts], return_counts=True)
-        if np.any(counts > 1):
-            raise ValueError(f"the rows of group {named[counts > 1][0]} are not adjacent; sort by group_id first")
-        if parts < 1:
-            raise ValueError(f"cannot split into {parts} parts; ask for 1 or more")
-        edges = np.append(starts, self.num_rows)
-        wanted = np.arange(parts + 1) * self.num_rows / parts
-        borders = edges[np.abs(edges[None, :] - wanted[:, None]).argmin(axis=1)]
-        return self.split(np.diff(borders).tolist())
-
     def repeat(self, times: int) -> Batch:
         """Each row `times` times in a row (a group's samples stay adjacent), chunk by chunk."""
         return Batch(self.schema, (c.take(pa.array(np.repeat(np.arange(c.num_rows), times))) for c in self.chunks))

@@ -26,13 +26,12 @@ from hybridflow.train_engine import (
     DriftError,
     NonFiniteError,
     OptimizerSettings,
-    PeerLostError,
     TrainEngine,
     TrainSettings,
     join_ranks,
 )
 from hybridflow.train_engine.optimizer import AdamW
-from hybridflow.types import Metrics, Reduce, merge_metrics
+from hybridflow.types import Metrics, PeerLostError, Reduce, merge_metrics
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -137,19 +137,6 @@ def test_split_concat_and_repeat(table: tuple[list[Row], Batch], parts: int, tim
 
 
 @quick
-@given(tables(), st.integers(1, 6))
-def test_split_groups_never_cuts_a_group(table: tuple[list[Row], Batch], parts: int) -> None:
-    rows, batch = table
-    pieces = batch.split_groups(parts)
-    assert len(pieces) == parts and Batch.concat(pieces).equals(batch)
-    groups = [set(piece.pylist("group_id")) for piece in pieces]
-    assert sum(map(len, groups)) == len({row["group_id"] for row in rows})
-    largest = max((sum(row["group_id"] == g for row in rows) for g in {row["group_id"] for row in rows}), default=0)
-    borders = np.cumsum([0] + [len(piece) for piece in pieces])
-    assert np.all(np.abs(borders - np.arange(parts + 1) * len(rows) / parts) <= largest / 2)
-
-
-@quick
 @given(st.data())
 def test_merge_of_different_chunks(data: st.DataObject) -> None:
     rows = data.draw(table_rows())
@@ -379,7 +366,6 @@ REFUSED = {
     "concat nothing": (lambda: Batch.concat([]), "at least one"),
     "split sizes": (lambda: sample_batch().split([1, 1]), "do not add up to 3"),
     "split 0": (lambda: sample_batch().split(0), "0 parts"),
-    "groups apart": (lambda: sample_batch().take([0, 2, 1]).split_groups(2), "group 7 are not adjacent"),
 }
 
 
@@ -547,7 +533,7 @@ def test_a_large_batch_is_handled_by_vector_operations() -> None:
     scores = Batch.from_columns(reward=np.zeros(rows))
     begin = time.process_time()
     batch = Batch.concat(chunks).merge(scores)
-    parts = batch.split_groups(7)
+    parts = batch.split(7)
     shuffled = batch.take(np.random.default_rng(0).permutation(rows))
     assert shuffled.ragged("tokens").values.shape == (rows * length,) and len(parts) == 7
     assert batch.lengths("tokens").sum() == rows * length

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.train_engine import DriftError, PeerLostError, Ranks, join_ranks
+from hybridflow.train_engine import DriftError, Ranks, join_ranks
 from hybridflow.train_engine.gradients import plan_buckets, sum_gradients
 from hybridflow.train_engine.optimizer import AdamW, OptimizerSettings
 from hybridflow.train_engine.ranks import check_same
+from hybridflow.types import PeerLostError
 
 CPU = torch.device("cpu")
 

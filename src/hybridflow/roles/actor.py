@@ -35,8 +35,8 @@ from hybridflow.types import (
     merge_metrics,
 )
 
-CHUNKS_PER_TRAINER = 8
-"""Chunks of a step for each trainer: enough for shares of nearly equal cost."""
+CHUNKS_PER_TRAINER, MAX_CHUNKS = 8, 512
+"""Chunks of a step for each trainer, enough for shares of nearly equal cost, and in all: each costs the controller something."""
 MAX_FAILED_STEPS = 5
 """Steps in a row in which every row may fail; one more stops the run."""
 
@@ -87,11 +87,12 @@ class ActorWorker(GeneratorWorker):
         batch:       whole groups with all their scores; None where this rank has none.
         update_rows: how many of the rows, one after the other, belong to each step; every rank takes every step.
         """
-        prepared = None if batch is None else prepare(batch)
-        self._watch_failures(prepared.batch if prepared else None)
-        parts = prepared.batch.split(update_rows) if prepared else [None] * len(update_rows)
         steps_before = self.train_engine.steps_taken
-        metrics = [self.train_engine.update(part, loss) for part in parts]
+        with self.ranks.leaving_on_error():
+            prepared = None if batch is None else prepare(batch)
+            self._watch_failures(prepared.batch if prepared else None)
+            parts = prepared.batch.split(update_rows) if prepared else [None] * len(update_rows)
+            metrics = [self.train_engine.update(part, loss) for part in parts]
         # A skipped step leaves the weights, and so the policy, as they were.
         if self.train_engine.steps_taken > steps_before:
             self.version += 1
@@ -176,7 +177,8 @@ class ActorWorker(GeneratorWorker):
 class Actor(Generator):
     """Verbs of the actor on the page. Each returns at once.
 
-    It generates on the trainers themselves, or with `separate_rollout` on workers of their own, which get the weights after each update.
+    It generates on the trainers themselves, or with `separate_rollout` on workers of their own. A rollout there names the weights that it
+    is to be sampled from, as it names its prompts: so it can be made again by any worker at any time.
 
     snapshot_every_steps: updates between snapshots of the training state; 0 takes none.
     """
@@ -194,7 +196,7 @@ class Actor(Generator):
         self._separate = (
             runtime.place("rollout", GeneratorWorker, spec.model, spec.rollout) if separate_rollout else None
         )
-        chunks_wanted = CHUNKS_PER_TRAINER * self._trainers.size if self._trainers.size > 1 else 1
+        chunks_wanted = min(CHUNKS_PER_TRAINER * self._trainers.size, MAX_CHUNKS) if self._trainers.size > 1 else 1
         super().__init__(runtime, self._separate or self._trainers, spec.rollout, sampling, chunks_wanted)
         self._updates, self._hidden_size = spec.updates_per_step, read_hidden_size(spec.model.settings)
         self._snapshot_every, self._num_updates = snapshot_every_steps, 0
@@ -215,9 +217,9 @@ class Actor(Generator):
             split = functools.partial(self._split_chunks, objective, batch)
             described = tuple(chunk.parts[TOKENS] for chunk in batch.chunks)
         metrics = self._runtime.scatter(self._trainers, ActorWorker.update, split, described)
-        # Before the weights go out: those can then be made again from the snapshot alone.
+        # Before the weights are published: they can then be made again from the snapshot alone.
         self._take_snapshot()
-        self._send_weights()
+        self._publish_weights()
         return MetricsRef((metrics,))
 
     def save(self, path: Path) -> Ref[ShardEntry]:
@@ -227,7 +229,7 @@ class Actor(Generator):
     def load(self, directory: Path) -> Ref[tuple[None, ...]]:
         """Takes up a checkpoint's state."""
         loaded = self._runtime.broadcast(self._trainers, ActorWorker.load, directory, replaces=True)
-        self._send_weights()
+        self._publish_weights()
         return loaded
 
     def export(self, directory: Path) -> Ref[None]:
@@ -239,10 +241,10 @@ class Actor(Generator):
         if self._snapshot_every and self._num_updates % self._snapshot_every == 0:
             self.last_snapshot = self._runtime.snapshot(self._trainers, ActorWorker.snapshot, ActorWorker.restore)
 
-    def _send_weights(self) -> None:
+    def _publish_weights(self) -> None:
+        """Rollouts from here on name the weights as they are after the calls so far."""
         if self._separate is not None:
-            weights = self._runtime.submit(self._trainers, ActorWorker.weights)
-            self._runtime.broadcast(self._separate, GeneratorWorker.load_weights, weights, replaces=True)
+            self._weights = self._runtime.submit(self._trainers, ActorWorker.weights)
 
     def _split_chunks(
         self, objective: Objective, batch: BatchRef, digests: Sequence[RowDigest], size: int

@@ -11,7 +11,7 @@ from hybridflow.roles.parts import cut_rollout, name_parts, name_rows
 from hybridflow.roles.policy import ModelSpec, build_policy
 from hybridflow.rollout import NativeEngine, NativeSettings
 from hybridflow.runtime.api import Group, Pieces, Runtime, Seat
-from hybridflow.types import BatchRef, ChunkRef, SamplingParams
+from hybridflow.types import BatchRef, ChunkRef, Ref, SamplingParams
 
 
 @settings
@@ -36,12 +36,19 @@ class GeneratorWorker:
         self.policy = build_policy(model, seat)
         self.rollout_engine = NativeEngine(self.policy.model, self.policy.tokenizer, rollout.native)
 
-    def rollout(self, prompts: Batch, sampling: SamplingParams, step: int, sizes: tuple[int, ...]) -> Pieces[Batch]:
-        """Samples of each prompt, group by group, in chunks of these numbers of rows; the step keys the draws."""
+    def rollout(
+        self, prompts: Batch, sampling: SamplingParams, step: int, sizes: tuple[int, ...], weights: Weights | None
+    ) -> Pieces[Batch]:
+        """Samples of each prompt, group by group, in chunks of these numbers of rows; the step keys the draws.
+
+        weights: those to sample from; None: those that the worker has.
+        """
+        if weights is not None and weights.version != self.rollout_engine.version:
+            self._load_weights(weights)
         return cut_rollout(self.rollout_engine.generate(prompts, sampling, step=step), sizes)
 
     @torch.no_grad()
-    def load_weights(self, weights: Weights) -> None:
+    def _load_weights(self, weights: Weights) -> None:
         """Takes up the trainer's weights, rounded to this model's own type; the addresses stay."""
         own = dict(self.policy.model.module.named_parameters())
         odd = sorted(set(own) ^ set(weights.tensors))
@@ -60,7 +67,7 @@ class GeneratorWorker:
 class Generator:
     """Verbs of a generating role on the page. Each returns at once.
 
-    chunks_wanted: into about how many chunks a step's rows are cut at least, so that others can share them out.
+    chunks_wanted: into about how many chunks a step's rows are cut, so that others can share them out.
     """
 
     def __init__(
@@ -73,6 +80,7 @@ class Generator:
     ) -> None:
         self._runtime, self._generators = runtime, group
         self._calls_per_worker, self._sampling, self._chunks_wanted = rollout.chunks, sampling, chunks_wanted
+        self._weights: Ref[Weights] | None = None
 
     def rollout(self, prompts: Batch, *, step: int, sampling: SamplingParams | None = None) -> BatchRef:
         """`samples_per_prompt` samples of each prompt; `sampling` stands in for the role's own (evaluation)."""
@@ -84,7 +92,15 @@ class Generator:
             sizes = self._plan_chunks(part.num_rows, num_calls, chosen.samples_per_prompt)
             label = name_rows(first_row, sum(sizes))
             refs = self._runtime.submit_pieces(
-                self._generators, GeneratorWorker.rollout, 2 * len(sizes), part, chosen, step, sizes, rows=label
+                self._generators,
+                GeneratorWorker.rollout,
+                2 * len(sizes),
+                part,
+                chosen,
+                step,
+                sizes,
+                self._weights,
+                rows=label,
             )
             chunks += name_parts(refs, sizes)
             first_row += sum(sizes)
@@ -92,7 +108,7 @@ class Generator:
 
     def _plan_chunks(self, num_prompts: int, num_calls: int, samples: int) -> tuple[int, ...]:
         """Rows of each chunk of one call: whole groups, as even as they come."""
-        count = max(min(-(-self._chunks_wanted // num_calls), num_prompts), 1)
+        count = max(min(self._chunks_wanted // num_calls, num_prompts), 1)
         return tuple(samples * (num_prompts // count + (index < num_prompts % count)) for index in range(count))
 
 

@@ -5,8 +5,8 @@ A rollout's chunk has two parts: `tokens` for those that compute, `text` for rew
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby, islice
+from collections.abc import Callable, Sequence
+from itertools import chain, groupby
 from typing import Any, Concatenate, TypeVar
 
 from hybridflow.batch import Batch
@@ -20,6 +20,8 @@ SCALARS = (
     "group_id", "sample_id", "prompt_id", "policy_version_min", "policy_version_max", "finish_reason", "state", "rollout_error",
 )  # fmt: skip
 """Columns of both parts."""
+CALLS_PER_WORKER = 4
+"""Scoring calls of a step for each worker, at most: enough to keep all of them busy to the end."""
 
 W = TypeVar("W", bound=Closeable)
 
@@ -57,16 +59,19 @@ def add_columns(
     part: str,
     *args: Any,
 ) -> BatchRef:
-    """New columns of the batch's rows: one call of `verb(worker, rows, sizes, *args)` for the chunks of each call that made them.
+    """New columns of the batch's rows, by calls of `verb(worker, rows, sizes, *args)`.
 
-    So a call starts when the rollout that it reads is done, while others still generate.
+    There is one for the chunks of each call that made them, so that it starts when the rollout that it reads is done, while others still
+    generate; where that would be more than `CALLS_PER_WORKER` for each worker, neighbours go together.
     """
     chunks: list[ChunkRef] = []
-    for first_row, made_together in _iter_calls(batch):
-        sizes = tuple(chunk.num_rows for chunk in made_together)
+    first_row = 0
+    for together in _merge(_group_by_call(batch), CALLS_PER_WORKER * group.size):
+        sizes = tuple(chunk.num_rows for chunk in together)
         label = name_rows(first_row, sum(sizes))
-        refs = runtime.submit_pieces(group, verb, len(sizes), BatchRef(made_together), sizes, *args, rows=label)
+        refs = runtime.submit_pieces(group, verb, len(sizes), BatchRef(together), sizes, *args, rows=label)
         chunks += [ChunkRef({part: ref}, rows) for ref, rows in zip(refs, sizes, strict=True)]
+        first_row += sum(sizes)
     return BatchRef(tuple(chunks))
 
 
@@ -75,9 +80,14 @@ def name_rows(first: int, count: int) -> str:
     return f"rows {first} to {first + count - 1}" if count else "no rows"
 
 
-def _iter_calls(batch: BatchRef) -> Iterator[tuple[int, tuple[ChunkRef, ...]]]:
-    first_row = 0
-    for _, together in groupby(batch.chunks, key=lambda chunk: id(next(islice(chunk.parts.values(), 1)).call)):
-        chunks = tuple(together)
-        yield first_row, chunks
-        first_row += sum(chunk.num_rows for chunk in chunks)
+def _group_by_call(batch: BatchRef) -> list[tuple[ChunkRef, ...]]:
+    """The chunks that each call has made."""
+    return [
+        tuple(made) for _, made in groupby(batch.chunks, key=lambda chunk: id(next(iter(chunk.parts.values())).call))
+    ]
+
+
+def _merge(groups: Sequence[tuple[ChunkRef, ...]], max_groups: int) -> list[tuple[ChunkRef, ...]]:
+    """At most so many groups, of neighbours, as even as they come."""
+    size = -(-len(groups) // max_groups)
+    return [tuple(chain.from_iterable(groups[start : start + size])) for start in range(0, len(groups), size)]

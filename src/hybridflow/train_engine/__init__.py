@@ -4,14 +4,13 @@ from hybridflow.train_engine.engine import NonFiniteError, TrainEngine, TrainSet
 from hybridflow.train_engine.logprobs import compute_batch_logprobs
 from hybridflow.train_engine.micro_batches import compute_row_costs
 from hybridflow.train_engine.optimizer import OptimizerSettings
-from hybridflow.train_engine.ranks import DriftError, PeerLostError, Ranks, join_ranks
+from hybridflow.train_engine.ranks import DriftError, Ranks, join_ranks
 from hybridflow.train_engine.schedule import ScheduleSettings
 
 __all__ = [
     "DriftError",
     "NonFiniteError",
     "OptimizerSettings",
-    "PeerLostError",
     "Ranks",
     "ScheduleSettings",
     "TrainEngine",

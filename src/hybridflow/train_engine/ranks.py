@@ -16,12 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.config import HybridflowError
+from hybridflow.types import PeerLostError
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-
-
-class PeerLostError(HybridflowError, RuntimeError):
-    """Another rank died, left or did not answer in time: the cause is there, not here."""
 
 
 class DriftError(HybridflowError, RuntimeError):
