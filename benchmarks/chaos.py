@@ -50,7 +50,7 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--kills", type=int, default=20, help="at most steps - 2")
+    parser.add_argument("--kills", type=int, default=20, help="at most steps - 3")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of steps, moments and workers")
     parser.add_argument("--output", help="file for the report")
     return parser.parse_args()
@@ -92,12 +92,12 @@ def build_config(task: dict[str, str], start: str, root: Path, steps: int, kills
 
 
 def plan_steps(steps: int, kills: int) -> list[int]:
-    """The steps in which a worker is killed: spread evenly, from the second to the last but one."""
-    if not 1 <= kills <= steps - 2:
+    """The steps in which a worker is killed: spread evenly, from the third to the last but one."""
+    if not 1 <= kills <= steps - 3:
         raise SystemExit(
-            f"--kills: {kills} kills do not fit into {steps} steps, one a step from step 2; give 1 to {steps - 2}"
+            f"--kills: {kills} kills do not fit into {steps} steps, one a step from step 3; give 1 to {steps - 3}"
         )
-    return [2 + index * (steps - 2) // kills for index in range(kills)]
+    return [3 + index * (steps - 3) // kills for index in range(kills)]
 
 
 def compare(undisturbed: Path, killed: Path) -> dict[str, Any]:

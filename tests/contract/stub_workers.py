@@ -129,6 +129,10 @@ class Counter:
         text = Batch.from_columns(group_id=group_id, text=[f"row {i}" for i in range(rows)])
         return Pieces((tokens, text), (tuple(tokens.lengths("tokens").tolist()), None))
 
+    def cut_with(self, rows: int, weights: int) -> Pieces[Batch]:
+        """The same, of a generator that is told which weights to sample from."""
+        return self.cut(rows)
+
     def cut_rows(self, sizes: Sequence[int]) -> Pieces[Batch]:
         """A batch of each of these numbers of rows, which is its digest."""
         return Pieces(tuple(self.make(rows) for rows in sizes), tuple(sizes))

@@ -606,9 +606,10 @@ def test_a_change_that_skips_one_is_refused() -> None:
 def test_the_controller_stays_as_large_as_it_is_over_2000_steps() -> None:
     with open_ray(TWO) as runtime:
         gang, generator = runtime.place_gang("counter", Counter), runtime.place("generator", Counter)
+        weights = runtime.submit(gang, Counter.take)
         sizes = {}
         for step in range(1, 2001):
-            run_stub_step(runtime, gang, generator, step)
+            weights = run_stub_step(runtime, gang, generator, step, weights)
             if step in (500, 2000):
                 sizes[step] = (read_rss_bytes(), count_objects(), count_ray_references())
     (rss_500, objects_500, references_500), (rss_2000, objects_2000, references_2000) = sizes.values()
@@ -617,22 +618,25 @@ def test_the_controller_stays_as_large_as_it_is_over_2000_steps() -> None:
     assert references_2000 - references_500 < 30, "and so does what it holds in the object store"
 
 
-def run_stub_step(runtime: Runtime, gang: Group[Counter], generator: Group[Counter], step: int) -> None:
-    """The calls of a step in small: rollout, score, update, new weights to the generator, a snapshot now and then."""
+def run_stub_step(
+    runtime: Runtime, gang: Group[Counter], generator: Group[Counter], step: int, weights: Ref[int]
+) -> Ref[int]:
+    """The calls of a step in small: rollout with named weights, score, update, a snapshot now and then; returns the new weights."""
     set_step(step)
     with phase("rollout"):
-        tokens, text = runtime.submit_pieces(generator, Counter.cut, 2, 2)
+        tokens, text = runtime.submit_pieces(generator, Counter.cut_with, 2, 2, weights)
     with phase("score"):
         double = runtime.submit(gang, Counter.double, text)
     with phase("update"):
         split = lambda digests, size: [(tokens, double) for _ in range(size)]  # noqa: E731
         added = runtime.scatter(gang, Counter.add_rows, split, (tokens,))
-        runtime.broadcast(generator, Counter.add_rows, text, replaces=True)
-    if step % 5 == 0:
-        runtime.snapshot(gang, Counter.take, Counter.restore)
+        if step % 2 == 0:
+            runtime.snapshot(gang, Counter.take, Counter.restore)
+        weights = runtime.submit(gang, Counter.take)
     assert runtime.get(added) == ((0, 4 * step), (1, 4 * step))
     runtime.spans()
     runtime.metrics()
+    return weights
 
 
 def read_rss_bytes() -> int:

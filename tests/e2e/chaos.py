@@ -17,6 +17,8 @@ from typing import Any
 from tiny_runs import read_lines
 
 Verb = Callable[..., Any]
+RAYS_OWN = ("IDLE", "Agent")
+"""How the titles of processes end that do no work of ours."""
 
 
 # Processes
@@ -25,13 +27,8 @@ Verb = Callable[..., Any]
 def find_workers(root_pid: int) -> dict[int, str]:
     """The Ray workers below a process, with their titles; those of other clusters on this machine are not among them."""
     parents = dict(_iter_parents())
-    return {
-        pid: title
-        for pid in parents
-        if (title := _title_of(pid)).startswith("ray::")
-        and not title.startswith("ray::IDLE")
-        and root_pid in _iter_ancestors(pid, parents)
-    }
+    titles = {pid: _title_of(pid) for pid in parents if root_pid in _iter_ancestors(pid, parents)}
+    return {pid: title for pid, title in titles.items() if title.startswith("ray::") and not title.endswith(RAYS_OWN)}
 
 
 def _iter_parents() -> Iterator[tuple[int, int]]:
@@ -70,7 +67,7 @@ class Kill:
 class Killer:
     """While it is open, kills a random worker of this process in each of the given steps of a run, at a random moment of the step.
 
-    The first step of a run has no duration yet to choose a moment from, so steps begin with 2.
+    The moment is chosen from the time of a quick step, and the first one holds the start of the workers; so steps begin with 3.
     """
 
     def __init__(self, run: Path, steps: Sequence[int], seed: int) -> None:
@@ -95,11 +92,11 @@ class Killer:
                 self._kill_one(step)
 
     def _wait_for(self, step: int) -> float:
-        """Until the step has begun; returns the seconds of the one before."""
+        """Until the step has begun; returns the seconds of the quickest one so far."""
         while not self._stop.is_set():
             lines = read_lines(self._metrics)
             if len(lines) >= step - 1:
-                return float(lines[step - 2]["time/step_s"])
+                return min(float(line["time/step_s"]) for line in lines)
             time.sleep(0.005)
         return 0.0
 

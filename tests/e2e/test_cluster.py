@@ -30,6 +30,8 @@ from hybridflow.roles.generator import GeneratorWorker
 
 STEPS = 8
 TOLERANCE = 1e-6
+BY_WORKERS = {"train/micro_batches"}
+"""Metrics that say how the work was split."""
 RAY = ("runtime.kind=ray", "rollout.chunks=3", "runtime.call_timeout_s=120")
 PLACEMENTS = {
     "colocated": 'runtime.placement.device_map={actor: "cpu:0-1"}',
@@ -75,8 +77,8 @@ def test_more_workers_write_the_numbers_of_one_process(
     assert [line["step"] for line in theirs] == list(range(1, STEPS + 1))
     for line, other in zip(ours, theirs, strict=True):
         assert line.keys() == other.keys()
-        for name, value in line.items():
-            assert other[name] == pytest.approx(value, rel=0, abs=TOLERANCE), (line["step"], name)
+        for name in sorted(line.keys() - BY_WORKERS):
+            assert other[name] == pytest.approx(line[name], rel=0, abs=TOLERANCE), (line["step"], name)
     for name, weight in weights_of(local).items():
         np.testing.assert_allclose(weights_of(run)[name].numpy(), weight.numpy(), rtol=0, atol=1e-5, err_msg=name)
 
@@ -158,7 +160,7 @@ def test_random_kills_change_no_number(
         task, start, tmp_path, *RAY, PLACEMENTS["split"], "runtime.recovery={max_restarts: 20, max_attempts: 5}"
     )
     run = tmp_path / "quickstart" / "run"
-    with Killer(run, steps=(2, 4, 6), seed=int.from_bytes(os.urandom(4))) as killer:
+    with Killer(run, steps=(3, 5, 7), seed=int.from_bytes(os.urandom(4))) as killer:
         run_rl(config)
     assert len(killer.kills) == 3
     assert_same_rollouts(split, run)

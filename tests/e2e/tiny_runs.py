@@ -94,8 +94,9 @@ def metrics_of(run: str | Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """A file of one JSON record a line; none where there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """A file of one JSON record a line, as far as its lines are whole; none where there is no file."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def weights_of(run: str | Path) -> dict[str, torch.Tensor]:

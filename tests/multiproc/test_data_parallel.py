@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 from processes import Place, run_ranks
+from safetensors import safe_open
 from torch import Tensor
 
 from hybridflow.algorithms import prepare_policy_batch
 from hybridflow.algorithms.advantages import compute_group_advantages
 from hybridflow.algorithms.losses import LossSum, MetricSum, PolicyLoss, SFTLoss
 from hybridflow.batch import Batch
-from hybridflow.models import fresh_model
+from hybridflow.models import fresh_model, save_model
 from hybridflow.roles.shares import describe_rows, plan_shares
 from hybridflow.train_engine import (
     DriftError,
@@ -378,6 +379,20 @@ def test_an_engine_that_has_failed_takes_no_further_step(tmp_path: Path) -> None
     assert [messages[0].partition(":")[0] for messages in results] == ["PeerLostError", "RowTooLongError"]
     for rank, messages in enumerate(results):
         assert messages[1].startswith(f"PeerLostError: rank {rank} of 2 has left its gang")
+
+
+def save_on_each(place: Place, directory: Path) -> list[str]:
+    engine = build_engine(place)
+    save_model(engine.model, None, directory / str(place.rank))
+    engine.ranks.leave()
+    with safe_open(directory / str(place.rank) / "model.safetensors", "pt") as file:
+        return sorted(file.keys())
+
+
+def test_any_rank_may_export_and_writes_all_weights(tmp_path: Path) -> None:
+    # Transformers' save_pretrained leaves the weights out on every rank but 0, and says nothing.
+    names = sorted(dict(fresh_model({**CONFIG}, seed=0).module.named_parameters())) + ["unused"]
+    assert run_ranks(2, save_on_each, tmp_path, directory=tmp_path) == [sorted(names)] * 2
 
 
 @pytest.mark.gpu

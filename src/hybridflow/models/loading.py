@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -134,11 +135,23 @@ def save_model(
 ) -> None:
     """Writes a directory that Transformers and `load_model` read back with equal weights.
 
-    A tied head is written once, as its family does. The model itself is not changed.
+    A tied head is written once, as its family does. The model itself is not changed. Not by `save_pretrained`, which leaves the weights
+    out, without a word, in a process that has a rank other than 0.
     """
-    weights = {name: tensor.detach().cpu() for name, tensor in model.module.state_dict().items()}
-    model.module.save_pretrained(directory, state_dict=weights)
+    os.makedirs(directory, exist_ok=True)
+    save_file(_own_weights(model.module), Path(directory) / "model.safetensors", metadata={"format": "pt"})
     save_description(model, tokenizer, directory)
+
+
+def _own_weights(module: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters and lasting buffers, each storage once, under its first name."""
+    own: dict[str, torch.Tensor] = {}
+    addresses = set()
+    for name, tensor in (*module.named_parameters(), *module.state_dict().items()):
+        if tensor.data_ptr() not in addresses:
+            addresses.add(tensor.data_ptr())
+            own[name] = tensor.detach().cpu().contiguous()
+    return own
 
 
 def save_description(
@@ -147,6 +160,7 @@ def save_description(
     """Writes all of `save_model` but the weights: configuration, generation defaults and tokenizer."""
     config = copy.deepcopy(model.config)
     config.dtype = model.dtype
+    config.architectures = [type(model.module).__name__]
     config.save_pretrained(directory)
     if model.module.generation_config is not None:
         model.module.generation_config.save_pretrained(directory)
