@@ -40,7 +40,7 @@ from hybridflow.roles.reward_model import RewardModel, RewardWorker
 from hybridflow.runtime.api import RuntimeSettings
 from hybridflow.runtime.host import Host
 from hybridflow.runtime.placement import Placement, RolePlacement, Slot
-from hybridflow.runtime.ray_transport import RayTransport
+from hybridflow.runtime.ray_transport import ActorProcess, RayTransport
 from hybridflow.runtime.scheduler import Scheduler
 from hybridflow.train_engine import TrainSettings
 from hybridflow.types import RowState, SamplingParams, mean
@@ -107,7 +107,8 @@ class StubTransport(RayTransport):
 
     def __init__(self, num_processes: int) -> None:
         super().__init__(Placement(), start_timeout_s=60.0)
-        self._processes = [ray.remote(StubHosts).options(num_cpus=0).remote() for _ in range(num_processes)]
+        stub = ray.remote(StubHosts).options(num_cpus=0, enable_task_events=False)
+        self._processes = [ActorProcess(stub.remote()) for _ in range(num_processes)]
         self._created = 0
 
     def create(self, role: str, slot: Slot | None) -> Any:
@@ -118,7 +119,7 @@ class StubTransport(RayTransport):
     def send(self, handle: Any, order: bytes, inputs: Sequence[Any], num_objects: int) -> tuple[Any, tuple[Any, ...]]:
         """See `Transport.send`."""
         process = self._processes[handle % len(self._processes)]
-        sent = process.answer.options(num_returns=num_objects + 1).remote(handle, order, *inputs)
+        sent = process.call(num_objects + 1, handle, order, *inputs)
         return (sent, ()) if not num_objects else (sent[-1], tuple(sent[:-1]))
 
     def kill(self, handle: Any) -> None:
@@ -127,7 +128,7 @@ class StubTransport(RayTransport):
     def close(self) -> None:
         """See `Transport.close`."""
         for process in self._processes:
-            ray.kill(process)
+            ray.kill(process.actor)
 
 
 def main() -> None:
@@ -166,7 +167,7 @@ def measure(workers: int, tokens: int, steps: int, processes: int) -> dict[str, 
     for step in range(1, steps + 3):
         set_step(step)
         runtime.metrics()
-        started_s = time.perf_counter()
+        started_s, thread_s = time.perf_counter(), time.thread_time()
         with phase("rollout"):
             batch = actor.rollout(prompts, step=step)
         with phase("score"):
@@ -176,11 +177,11 @@ def measure(workers: int, tokens: int, steps: int, processes: int) -> dict[str, 
         runtime.get(metrics)
         runtime.spans()
         costs.append({name: metric.value for name, metric in runtime.metrics().items()})
-        costs[-1]["step_s"] = time.perf_counter() - started_s
+        costs[-1] |= {"step_s": time.perf_counter() - started_s, "thread_s": time.thread_time() - thread_s}
     runtime.shutdown()
     line = {"workers": workers, "tokens": tokens} | {
         name.removeprefix("controller/"): round(statistics.median(cost[name] for cost in costs[2:]), 4)
-        for name in ("controller/cpu_s", "controller/sent_bytes", "controller/received_bytes", "step_s")
+        for name in ("controller/cpu_s", "controller/sent_bytes", "controller/received_bytes", "thread_s", "step_s")
     }
     print(json.dumps(line), flush=True)
     return line

@@ -257,6 +257,8 @@ class Head(socketserver.ThreadingTCPServer):
 
     allow_reuse_address = True
     daemon_threads = True
+    # All nodes of a job ask at once.
+    request_queue_size = 512
 
     def __init__(self, port: int, shared: str) -> None:
         super().__init__(("", port), _Answer)

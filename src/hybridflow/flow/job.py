@@ -86,7 +86,7 @@ class Job:
         self._resume_from, self._config_yaml, self._sources = resume_from, config_yaml, sources
         self._last_evaluation: float | None = None
         self._progress = ProgressBar(run.path.name, num_steps, shown, enabled=run.settings.progress)
-        self._safe: _SafePoint | None = None
+        self._safe: list[_SafePoint] = []
         self._told_skipped = False
 
     def steps(self) -> Iterator[int]:
@@ -107,6 +107,7 @@ class Job:
         with phase("export"):
             self.runtime.get(self.actor.export(self.run.model))
         self.run.log_phases(self.runtime.spans())
+        self.run.log_recoveries(self.runtime.recoveries())
 
     def close_step(self, step: int, metrics: MetricsRef) -> None:
         """Waits for the step's metrics, evaluates and saves when due, and writes it all down."""
@@ -138,7 +139,7 @@ class Job:
 
         returns: its step; None where there is no newer state than the last checkpoint's.
         """
-        safe = self._safe
+        safe = next((point for point in reversed(self._safe) if self.runtime.is_there(point.snapshot)), None)
         saved = newest_checkpoint(self.run.checkpoints)
         if safe is None or (saved is not None and saved.step >= safe.step):
             return None
@@ -156,10 +157,11 @@ class Job:
         }
 
     def _note_safe_point(self, step: int) -> None:
-        """Keeps the controller's state beside the snapshot that was taken in this step, if there was one."""
+        """Keeps the controller's state beside the snapshot that was taken in this step, if there was one, and the one before it, which is
+        there for certain."""
         snapshot = self.actor.last_snapshot
-        if snapshot is not None and (self._safe is None or snapshot is not self._safe.snapshot):
-            self._safe = _SafePoint(step, snapshot, self._state(step))
+        if snapshot is not None and (not self._safe or snapshot is not self._safe[-1].snapshot):
+            self._safe = [*self._safe[-1:], _SafePoint(step, snapshot, self._state(step))]
 
     def result(self) -> dict[str, Any]:
         """Where the run is and its last metrics."""

@@ -186,6 +186,10 @@ class Runtime(Protocol):
         """Waits for what the value names and returns it. Bounded by `call_timeout_s`."""
         ...
 
+    def is_there(self, ref: Ref[Any]) -> bool:
+        """Whether `get` would return at once, and without any worker."""
+        ...
+
     def spans(self) -> list[Span]:
         """The workers' own times of all calls that ended since the last look, in the order they were submitted."""
         ...

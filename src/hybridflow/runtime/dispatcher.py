@@ -227,11 +227,12 @@ class Dispatcher:
 
     def finish(self, task: Task) -> None:
         """Marks the call done once all workers that it was for have answered, and wakes what waited for it."""
-        if task.changes and not all(worker.rank in task.results for worker in task.group.workers):
+        group = task.group
+        if task.changes and (len(task.results) < group.size or any(w.rank not in task.results for w in group.workers)):
             return
         task.done = True
         self.deaths.repeated(task)
-        if task in task.group.snapshots:
+        if task in group.snapshots:
             self._keep_snapshot(task)
         dependents, task.dependents = task.dependents, {}
         for dependent in dependents:
@@ -247,9 +248,9 @@ class Dispatcher:
         group.trim()
 
     def fail(self, task: Task, error: Exception) -> None:
-        """A failed read is told to who asks for it, and for what was to be made of it; a failed change ends the run."""
+        """A failed read is told to who asks for it, and for what was to be made of it; a failed change or snapshot ends the run."""
         task.failure = error
-        if task.changes:
+        if task.changes or task in task.group.snapshots:
             raise error
         task.group.drop(task)
         dependents, task.dependents = task.dependents, {}

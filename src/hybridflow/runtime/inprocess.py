@@ -90,6 +90,10 @@ class InProcessRuntime:
         skeleton, refs = flatten_refs(value)
         return restore_refs(skeleton, [ref.handle.value for ref in refs])
 
+    def is_there(self, ref: Ref[Any]) -> bool:
+        """See `Runtime.is_there`."""
+        return True
+
     def spans(self) -> list[Span]:
         """See `Runtime.spans`."""
         spans, self._spans = self._spans, []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
+import threading
 
 import ray
 
@@ -20,6 +22,7 @@ class RayRuntime(Scheduler):
     def __init__(self, settings: RuntimeSettings) -> None:
         self._owns_cluster = not ray.is_initialized()
         if self._owns_cluster:
+            on_sigterm = signal.getsignal(signal.SIGTERM)
             # Ray by itself would join any cluster that it finds on this machine.
             address = settings.address or os.environ.get("RAY_ADDRESS") or "local"
             ray.init(
@@ -29,6 +32,9 @@ class RayRuntime(Scheduler):
                 log_to_driver=True,
                 logging_level=logging.ERROR,
             )
+            if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
+                # Ray's own handler ends the process in the middle of whatever it is doing.
+                signal.signal(signal.SIGTERM, on_sigterm)
         try:
             placement = plan_placement(settings.placement, read_inventory(), settings.placement.roles())
             transport = RayTransport(placement, start_timeout_s=settings.start_timeout_s)

@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -50,6 +50,21 @@ class _RayHost(Host):
     def __init__(self) -> None:
         context = ray.get_runtime_context()
         super().__init__(context.get_node_id(), ray.util.get_node_ip_address())
+
+
+class ActorProcess:
+    """An actor, and the ways of calling it by the number of results: to make one costs as much as a call."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self._ways: dict[int, Callable[..., Any]] = {}
+
+    def call(self, num_returns: int, *args: Any) -> Any:
+        """The references of the call's results."""
+        way = self._ways.get(num_returns)
+        if way is None:
+            way = self._ways[num_returns] = self.actor.answer.options(num_returns=num_returns).remote
+        return way(*args)
 
 
 class _Keeper:
@@ -92,7 +107,8 @@ class RayTransport:
             "num_cpus": 0,
             "max_restarts": 0,
             "max_task_retries": 0,
-            "name": None,
+            # The run's own phases say what each call took; Ray's record of every call costs as well.
+            "enable_task_events": False,
             "runtime_env": {"env_vars": _worker_environment(slot)},
         }
         if slot is not None:
@@ -100,14 +116,12 @@ class RayTransport:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, index)
             if slot.kind == "gpu":
                 options["num_gpus"] = SHARE * len(slot.indices)
-        return ray.remote(_RayHost).options(**options).remote()
+        return ActorProcess(ray.remote(_RayHost).options(**options).remote())
 
     def send(self, handle: Any, order: bytes, inputs: Sequence[Any], num_objects: int) -> tuple[Any, tuple[Any, ...]]:
         """See `Transport.send`."""
-        if not num_objects:
-            return handle.answer.remote(order), ()
-        *objects, report = handle.answer.options(num_returns=num_objects + 1).remote(order, *inputs)
-        return report, tuple(objects)
+        found = handle.call(num_objects + 1, order, *inputs)
+        return (found, ()) if not num_objects else (found[-1], tuple(found[:-1]))
 
     def poll(self, keys: list[Any], timeout_s: float) -> list[tuple[Any, bytes | Died | InputLost]]:
         """See `Transport.poll`."""
@@ -120,7 +134,10 @@ class RayTransport:
         # Of many workers others answer soon after the first; one look then serves them all.
         time.sleep(min(LINGER_S * len(keys), MAX_LINGER_S))
         there, _ = ray.wait(keys, num_returns=len(keys), timeout=0)
-        return [(key, _read_report(key)) for key in there]
+        try:
+            return list(zip(there, ray.get(there), strict=True))
+        except RayError:
+            return [(key, _read_report(key)) for key in there]
 
     def fetch(self, objects: Sequence[Any], timeout_s: float) -> list[Any] | None:
         """See `Transport.fetch`."""
@@ -134,7 +151,7 @@ class RayTransport:
 
     def kill(self, handle: Any) -> None:
         """See `Transport.kill`."""
-        ray.kill(handle)
+        ray.kill(handle.actor)
 
     def copy(self, item: Any, node_id: str) -> tuple[Any, str] | None:
         """See `Transport.copy`; on the controller's own node if that is another one, since the run ends with it anyway."""

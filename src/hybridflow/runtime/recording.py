@@ -117,6 +117,10 @@ class RecordingRuntime:
         _, refs = flatten_refs(value)
         raise TypeError(f"a plan runs nothing, so {', '.join(str(ref.call) for ref in refs)} has no result to get")
 
+    def is_there(self, ref: Ref[Any]) -> bool:
+        """See `Runtime.is_there`: nothing ever is."""
+        return False
+
     def spans(self) -> list[Span]:
         """Nothing ran."""
         return []

@@ -82,12 +82,16 @@ class Scheduler:
         """See `Runtime.get`."""
         skeleton, refs = flatten_refs(value)
         waited_for = list({ref.handle.task: None for ref in refs})
-        self._pump(0.0)
         while True:
             self._wait(waited_for)
             values = self._fetch(refs)
             if values is not None:
                 return restore_refs(skeleton, values)
+
+    def is_there(self, ref: Ref[Any]) -> bool:
+        """See `Runtime.is_there`."""
+        done: bool = ref.handle.task.done
+        return done
 
     def spans(self) -> list[Span]:
         """See `Runtime.spans`."""
