@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import re
@@ -144,6 +145,21 @@ def test_scatter_splits_by_digests_and_collects_by_rank(site: Site) -> None:
     assert [reading.value for reading in site.read_all(site.group)] == [value for _, value in results]
 
 
+@pytest.mark.parametrize("kind", ["local", "ray"])
+def test_a_call_without_digests_is_described_by_none(kind: str, ray_cluster: None) -> None:
+    runtime = InProcessRuntime() if kind == "local" else start_ray()
+    group, asked = runtime.place("single", Counter), []
+    made = runtime.submit(group, Counter.make, 3)
+
+    def split(digests: Sequence[Any], size: int) -> list[tuple[Ref[Batch]]]:
+        asked.extend(digests)
+        return [(made,)] * size
+
+    assert runtime.get(runtime.scatter(group, Counter.add_rows, split, (made,))) == ((0, 3),)
+    runtime.shutdown()
+    assert asked == [None]
+
+
 def test_a_gang_is_scattered_over_as_well(site: Site) -> None:
     split = lambda digests, size: [(f"share {rank}", 7) for rank in range(size)]  # noqa: E731
     results = site.runtime.get(site.runtime.scatter(site.gang, Counter.add_share, split, ()))
@@ -165,6 +181,11 @@ def test_calls_see_the_changes_before_them_and_none_after(site: Site) -> None:
         assert {runtime.get(call).value for call in calls} == {value}
 
 
+def split_evenly(args: tuple[Any, ...], digests: Sequence[Any], size: int) -> list[tuple[Any, ...]]:
+    """The same arguments for all."""
+    return [args] * size
+
+
 def test_a_random_program_reads_what_its_text_says(site: Site) -> None:
     runtime, group, rng = site.runtime, site.group, random.Random(3)
     value, expected, calls = 0, [], []
@@ -182,7 +203,7 @@ def test_a_random_program_reads_what_its_text_says(site: Site) -> None:
                 value += 1
             case "share":
                 needed = runtime.submit(site.other, Counter.read, wait_s)
-                runtime.scatter(group, Counter.add_share, lambda _, size, needed=needed: [(needed, 100)] * size, ())
+                runtime.scatter(group, Counter.add_share, functools.partial(split_evenly, (needed, 100)), ())
                 value += 100
     assert [runtime.get(call).value for call in calls] == expected
     assert {reading.value for reading in site.read_all(group)} == {value}
@@ -210,8 +231,8 @@ def test_groups_work_side_by_side(ray_site: Site) -> None:
     runtime = ray_site.runtime
     for group in (ray_site.group, ray_site.other):
         runtime.submit(group, Counter.read, 0.5)
-    runtime.get([runtime.submit(group, Counter.read) for group in (ray_site.group, ray_site.other)])
-    runtime.get(runtime.broadcast(ray_site.other, Counter.read))
+    for group in (ray_site.group, ray_site.other):
+        runtime.get(runtime.broadcast(group, Counter.read))
     long = [span for span in runtime.spans() if span.duration_s > 0.4]
     assert len(long) == 2
     assert max(span.start_s for span in long) < min(span.start_s + span.duration_s for span in long)
@@ -301,7 +322,8 @@ def test_scores_join_the_rows_they_are_of(site: Site) -> None:
 
 def test_a_part_that_is_not_read_is_not_waited_for(ray_site: Site) -> None:
     runtime = ray_site.runtime
-    tokens, late = runtime.submit(ray_site.group, Counter.make, 3), runtime.submit(ray_site.other, Counter.read, 1.5)
+    tokens = runtime.submit(ray_site.group, Counter.make, 3)
+    late = runtime.submit(ray_site.other, Counter.make_bytes, 8, 1.5)
     batch = BatchRef((ChunkRef({"tokens": tokens, "late": late}, 3),))
     started_s = time.monotonic()
     described = runtime.get(runtime.submit(ray_site.group, Counter.describe, batch.only("tokens")))
@@ -380,7 +402,8 @@ def test_spans_come_in_the_order_of_submission(ray_site: Site) -> None:
     assert [span.verb for span in early + runtime.spans()] == ["describe", "read"], "a call that runs is told of later"
     slow = runtime.submit(ray_site.group, Counter.read, 0.3)
     quick = runtime.submit(ray_site.other, Counter.describe, 1)
-    runtime.get((quick, slow))
+    runtime.get(quick)
+    runtime.get(slow)
     assert [span.verb for span in runtime.spans()] == ["read", "describe"]
 
 
@@ -481,7 +504,8 @@ def test_a_start_is_bounded(ray_cluster: None) -> None:
 def test_a_call_is_bounded_and_named(ray_cluster: None, tmp_path: Path) -> None:
     runtime = start_ray(call_timeout_s=1.0, recovery=RecoverySettings(max_attempts=1))
     counter, reader = runtime.place("counter", Counter), runtime.place("reader", Counter)
-    runtime.get([runtime.broadcast(counter, Counter.read), runtime.broadcast(reader, Counter.read)])
+    for group in (counter, reader):
+        runtime.get(runtime.broadcast(group, Counter.read))
     set_step(2)
     with phase("update"):
         stuck = runtime.submit(counter, Counter.stay, tmp_path / "stuck", rows="rows 0 to 7")

@@ -651,6 +651,7 @@ def count_objects() -> int:
 
 def count_ray_references() -> int:
     """Objects in the store that this process holds or waits for."""
-    from ray._private.worker import global_worker
+    from ray._private import worker
 
-    return len(global_worker.core_worker.get_all_reference_counts())
+    core: Any = vars(worker.global_worker)["core_worker"]
+    return len(core.get_all_reference_counts())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chaos import FaultyVerb, Killer, delayed
+from faults import FaultyVerb, Killer, delayed
 from tiny_runs import (
     assert_same_rollouts,
     assert_same_run,

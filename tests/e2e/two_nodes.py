@@ -13,7 +13,7 @@ from pathlib import Path
 
 import ray
 import yaml
-from chaos import FaultyVerb, held_up, read_held
+from faults import FaultyVerb, held_up, read_held
 from ray.cluster_utils import Cluster
 
 from hybridflow.config import check_config

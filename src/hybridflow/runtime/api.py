@@ -40,7 +40,7 @@ class RecoverySettings:
     """Steps between copies of the training state in memory outside the trainer's process; 0 keeps none, and a lost trainer ends the run
     at its last checkpoint."""
     wait_for_node_s: float = Field(default=10.0, ge=0)
-    """Seconds that a lost node is waited for before its workers are started on what is left."""
+    """Seconds that a worker of a lost node waits for a free device of its kind; then its group goes on without it, or it shares one."""
 
 
 @settings

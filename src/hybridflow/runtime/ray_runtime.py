@@ -9,10 +9,12 @@ import signal
 import threading
 
 import ray
+from ray.exceptions import RayError
 
+from hybridflow.config import ConfigError
 from hybridflow.runtime.api import RuntimeSettings
 from hybridflow.runtime.placement import plan_placement
-from hybridflow.runtime.ray_transport import RayTransport, read_inventory
+from hybridflow.runtime.ray_transport import RayTransport, answers, read_inventory
 from hybridflow.runtime.scheduler import Scheduler
 
 
@@ -25,13 +27,7 @@ class RayRuntime(Scheduler):
             on_sigterm = signal.getsignal(signal.SIGTERM)
             # Ray by itself would join any cluster that it finds on this machine.
             address = settings.address or os.environ.get("RAY_ADDRESS") or "local"
-            ray.init(
-                address=address,
-                num_cpus=settings.num_cpus if address == "local" else None,
-                include_dashboard=False,
-                log_to_driver=True,
-                logging_level=logging.ERROR,
-            )
+            _join(address, settings.num_cpus if address == "local" else None)
             if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
                 # Ray's own handler ends the process in the middle of whatever it is doing.
                 signal.signal(signal.SIGTERM, on_sigterm)
@@ -54,3 +50,20 @@ class RayRuntime(Scheduler):
     def _leave(self) -> None:
         if self._owns_cluster and ray.is_initialized():
             ray.shutdown()
+
+
+def _join(address: str, num_cpus: int | None) -> None:
+    """Starts or joins a cluster. Raises ConfigError where that fails."""
+    host, _, port = address.rpartition(":")
+    # Ray by itself tries for more than a minute.
+    if port.isdigit() and not answers(host, int(port)):
+        raise ConfigError(f"runtime.address: nothing answers at '{address}'; see that `ray start --head` runs there")
+    try:
+        ray.init(
+            address=address, num_cpus=num_cpus, include_dashboard=False, log_to_driver=True, logging_level=logging.ERROR
+        )
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        raise ConfigError(
+            f"runtime.address: '{address}' could not be joined ({str(error).strip().splitlines()[0]}); see that `ray start` runs there, "
+            "with this version of ray, and that RAY_AUTH_TOKEN here is the cluster's"
+        ) from None

@@ -175,7 +175,7 @@ class RayTransport:
     def node_is_lost(self, node_id: str) -> bool:
         """See `Transport.node_is_lost`. Ray needs some seconds to declare a node dead; its port tells at once."""
         node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
-        if node is None or not node["Alive"] or not _answers(node["NodeManagerAddress"], node["NodeManagerPort"]):
+        if node is None or not node["Alive"] or not answers(node["NodeManagerAddress"], node["NodeManagerPort"]):
             self._lost_nodes.add(node_id)
         return node_id in self._lost_nodes
 
@@ -254,7 +254,8 @@ def _summarize(error: RayError) -> str:
     return text.strip().splitlines()[0] if text.strip() else type(error).__name__
 
 
-def _answers(address: str, port: int) -> bool:
+def answers(address: str, port: int) -> bool:
+    """Whether something takes a connection there, within `PROBE_S`."""
     try:
         socket.create_connection((address, port), timeout=PROBE_S).close()
     except OSError:
