@@ -148,7 +148,8 @@ def test_scatter_splits_by_digests_and_collects_by_rank(site: Site) -> None:
 @pytest.mark.parametrize("kind", ["local", "ray"])
 def test_a_call_without_digests_is_described_by_none(kind: str, ray_cluster: None) -> None:
     runtime = InProcessRuntime() if kind == "local" else start_ray()
-    group, asked = runtime.place("single", Counter), []
+    group = runtime.place("single", Counter)
+    asked: list[Any] = []
     made = runtime.submit(group, Counter.make, 3)
 
     def split(digests: Sequence[Any], size: int) -> list[tuple[Ref[Batch]]]:

@@ -139,6 +139,8 @@ class Dispatcher:
         there = [worker for worker in group.workers if worker.ready]
         if not there or (group.gang and len(there) < group.size) or task.missing:
             return False
+        if not self._inputs_are_here(task):
+            return False
         task.divide(group.size)
         if not self._inputs_are_here(task):
             return False
@@ -158,26 +160,20 @@ class Dispatcher:
 
     def _send_task(self, worker: WorkerProcess, task: Task) -> None:
         arguments = task.arguments_of(worker.rank)
-        found = [objects_of(ref) for ref in arguments.refs]
+        objects = [object_of(ref) for ref in arguments.refs if ref.handle.piece is not None]
         order = task.order
         if order is None:
-            pairs = zip(arguments.refs, found, strict=True)
-            layout = tuple(len(objects) if ref.handle.piece is None else None for ref, objects in pairs)
-            order = encode(
-                Run(
-                    task.call,
-                    task.verb,
-                    arguments.skeleton,
-                    layout,
-                    task.pieces,
-                    task.position,
-                    task.follows,
-                    task.replaces,
-                )
-            )
+            order = encode(self._build_run(task, arguments))
             # Where all workers get the same, it is written once.
             task.order = order if task.changes and task.split is None else None
-        self._fly(Attempt(worker, task), order, [item for objects in found for item in objects], max(task.pieces, 1))
+        self._fly(Attempt(worker, task), order, objects, 0 if task.changes else max(task.pieces, 1))
+
+    def _build_run(self, task: Task, arguments: Arguments) -> Run:
+        refs = enumerate(arguments.refs)
+        inline = {index: ref.handle.task.values() for index, ref in refs if ref.handle.piece is None}
+        return Run(
+            task.call, task.verb, arguments.skeleton, inline, task.pieces, task.position, task.follows, task.replaces
+        )
 
     def _fly(self, attempt: Attempt, order: bytes, inputs: Sequence[Any], num_objects: int) -> None:
         worker = attempt.worker
@@ -208,7 +204,7 @@ class Dispatcher:
             if report.span is not None:
                 self.spans.append((task.seq, report.span))
             node_id = worker.info.node_id if worker.info else ""
-            self._take_result(worker, task, Result(attempt.objects, report.digests, node_id))
+            self._take_result(worker, task, Result(attempt.objects, report.digests, node_id, report.value))
 
     def land(self, attempt: Attempt) -> None:
         """The order is no longer with its worker, which may be free now."""
@@ -258,13 +254,10 @@ class Dispatcher:
             self.fail(dependent, error)
 
 
-def objects_of(ref: Ref[Any]) -> tuple[Any, ...]:
-    """Handles of the objects that a reference names: one, or those of all workers by rank."""
+def object_of(ref: Ref[Any]) -> Any:
+    """Handle of the object that a reference to a read names."""
     output: Output = ref.handle
-    if output.piece is not None:
-        return (output.task.only_result().objects[output.piece],)
-    results = output.task.results
-    return tuple(results[rank].objects[0] for rank in sorted(results))
+    return output.task.only_result().objects[output.piece or 0]
 
 
 def _choose_rendezvous(infos: Sequence[HostInfo]) -> str | None:

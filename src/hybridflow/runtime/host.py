@@ -52,7 +52,7 @@ class Start:
 class Run:
     """Calls a verb.
 
-    layout:   for each reference of the skeleton None, or the number of consecutive values that make up its tuple.
+    inline:   values of references that come with the order, by the number of their slot; the others come beside it, as objects.
     pieces:   objects that the verb returns; 0 for one value that is not `Pieces`.
     position: of a call that changes state: its place among those of its group. A call that comes twice, or after one that never came,
               is refused. None for a call that only reads.
@@ -62,11 +62,16 @@ class Run:
     call: Call
     verb: Callable[..., Any]
     skeleton: Any
-    layout: tuple[int | None, ...]
+    inline: Mapping[int, Any]
     pieces: int
     position: int | None = None
     follows: int | None = None
     resets: bool = False
+
+    @property
+    def num_objects(self) -> int:
+        """Objects that are returned beside the report."""
+        return max(self.pieces, 1) if self.position is None else 0
 
 
 @dataclass(frozen=True)
@@ -92,11 +97,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class Report:
-    """What the controller learns of one order: never data, only who, how long, and the digests that the verb gave."""
+    """What the controller learns of one order: never data, only who, how long, and the digests that the verb gave.
+
+    value: what a call that changes state returned, which is small, and must not go with a node after the state has moved on.
+    """
 
     info: HostInfo | None = None
     span: Span | None = None
     digests: tuple[Any, ...] = ()
+    value: Any = None
     failure: Failure | None = None
 
 
@@ -135,7 +144,7 @@ class Host:
                 return pickle.dumps(self._start(decoded))
             case Run():
                 objects, report = self._run(decoded, values)
-                return (*objects, pickle.dumps(report))
+                return (*objects, pickle.dumps(report)) if objects else pickle.dumps(report)
 
     def close(self) -> None:
         """Ends what the worker started outside this process."""
@@ -162,16 +171,17 @@ class Host:
         return Report()
 
     def _run(self, order: Run, values: Sequence[Any]) -> tuple[tuple[Any, ...], Report]:
-        nothing = (None,) * max(order.pieces, 1)
+        nothing = (None,) * order.num_objects
         try:
             with SpanTimer(order.call, self._rank) as timer:
                 self._check_position(order)
-                args = restore_refs(order.skeleton, _regroup(values, order.layout))
+                args = restore_refs(order.skeleton, _interleave(values, order.inline))
                 value = order.verb(self._worker, *args)
         except Exception as error:  # noqa: BLE001  (told to the controller, which raises it)
             return nothing, Report(span=timer.span, failure=_describe_failure(error))
         if order.position is not None:
             self._position = order.position
+            return (), Report(span=timer.span, value=value)
         if order.pieces == 0:
             return (value,), Report(span=timer.span)
         if not isinstance(value, Pieces) or len(value.objects) != order.pieces:
@@ -192,12 +202,10 @@ class OutOfOrderError(RuntimeError):
     """A state-changing call came twice, or one before it never came."""
 
 
-def _regroup(values: Sequence[Any], layout: Sequence[int | None]) -> list[Any]:
-    grouped: list[Any] = []
+def _interleave(values: Sequence[Any], inline: Mapping[int, Any]) -> list[Any]:
+    """All values by the number of their slot."""
     rest = iter(values)
-    for count in layout:
-        grouped.append(next(rest) if count is None else tuple(next(rest) for _ in range(count)))
-    return grouped
+    return [inline[index] if index in inline else next(rest) for index in range(len(values) + len(inline))]
 
 
 def _describe_failure(error: Exception) -> Failure:

@@ -142,7 +142,7 @@ class RayTransport:
     def fetch(self, objects: Sequence[Any], timeout_s: float) -> list[Any] | None:
         """See `Transport.fetch`."""
         try:
-            return ray.get(list(objects), timeout=timeout_s)
+            return ray.get(list(objects), timeout=timeout_s) if objects else []
         except GetTimeoutError:
             return None
         except RayObjectLostError as error:
@@ -235,7 +235,7 @@ def _read_report(key: Any) -> bytes | Died | InputLost:
         return Died(_summarize(error))
     except RayTaskError as error:
         if isinstance(error.cause, RayObjectLostError):
-            return InputLost(ray.ObjectRef.from_hex(error.cause.object_ref_hex))
+            return InputLost(ray.ObjectRef(bytes.fromhex(error.cause.object_ref_hex)))
         trace = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
         return pickle.dumps(Report(failure=Failure(type(error.cause).__name__, str(error.cause), trace, time.time())))
     except RayObjectLostError:
@@ -245,13 +245,15 @@ def _read_report(key: Any) -> bytes | Died | InputLost:
 
 
 def _summarize(error: RayError) -> str:
-    """The one line of Ray's account that says what happened."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-    for pattern in (r"exit detail: (.*)", r"Death cause: (.*)", r"(memory.*)"):
-        found = re.search(pattern, text, re.IGNORECASE)
+    """The one sentence of Ray's account that says what happened."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
+    if "connection error code 2" in text:
+        return "its process ended (killed, out of memory, or crashed; its log and the kernel's say which)"
+    for pattern in (r"exit detail: ([^\n]*)", r"[Dd]eath cause: ([^\n]*)"):
+        found = re.search(pattern, text)
         if found:
-            return found[1].strip().rstrip(".")
-    return text.strip().splitlines()[0] if text.strip() else type(error).__name__
+            return found[1].partition(". ")[0].strip().rstrip(".")
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
 
 
 def answers(address: str, port: int) -> bool:

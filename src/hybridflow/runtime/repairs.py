@@ -61,7 +61,7 @@ class Repairs:
             swept = list(group.workers) if group.gang else dead
             needed = [task for worker in swept for task in self._clear(worker)]
             if group.gang or any(group.changed_after(task) for task in needed):
-                self._rewind(group, needed)
+                swept = self._rewind(group, needed, swept)
             else:
                 self._requeue(group, needed)
             for worker in swept:
@@ -86,8 +86,14 @@ class Repairs:
             self._dispatcher.await_inputs(task)
             group.segments[0].add(task)
 
-    def _rewind(self, group: WorkerGroup, needed: Sequence[Task]) -> None:
-        """Queues the group's changes to go through again, from a snapshot or from weights that replaced all before."""
+    def _rewind(
+        self, group: WorkerGroup, needed: Sequence[Task], swept: Sequence[WorkerProcess]
+    ) -> list[WorkerProcess]:
+        """Queues the group's changes to go through again, from a snapshot or from weights that replaced all before.
+
+        swept:   workers whose processes have ended.
+        returns: workers that need new ones: those, or all where the changes go back to the build.
+        """
         for task in needed:
             self._dispatcher.await_inputs(task)
         has_base = group.requeue(needed)
@@ -95,16 +101,16 @@ class Repairs:
             self._dispatcher.await_inputs(change)
             change.results = change.results if change.done else {}
         if has_base:
-            return
+            return list(swept)
         if group.forgot:
             raise WorkersLostError(
                 f"the state of {group.role} is lost: no snapshot of it is left outside the workers that died; "
                 "set runtime.recovery.snapshot_every_steps=1, and start the same command again to go on from the last checkpoint"
             )
-        if not group.gang:
-            for worker in group.workers:
-                self._clear(worker)
-                self._settle(worker, moved=False)
+        for worker in group.workers:
+            if worker not in swept:
+                self._requeue(group, self._clear(worker))
+        return list(group.workers)
 
     def _settle(self, worker: WorkerProcess, *, moved: bool, share: bool = False) -> None:
         """Gives a worker's place a process again: where it was, or where there is room."""
@@ -148,7 +154,8 @@ class Repairs:
         task.results, task.done = {}, False
         _log.warning("the result of %s is lost with its node; it is made again", task.call)
         if task.group.changed_after(task):
-            self._rewind(task.group, [task])
+            for worker in self._rewind(task.group, [task], []):
+                self._settle(worker, moved=False)
         else:
             self._requeue(task.group, [task])
 

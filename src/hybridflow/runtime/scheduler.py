@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from hybridflow.batch import Batch
 from hybridflow.runtime.api import Closeable, Group, Pieces, RuntimeSettings, Seat, Split, WorkerError
 from hybridflow.runtime.dispatch import flatten_refs, restore_refs
-from hybridflow.runtime.dispatcher import Dispatcher, objects_of
+from hybridflow.runtime.dispatcher import Dispatcher, object_of
 from hybridflow.runtime.host import decode
 from hybridflow.runtime.placement import Placement
 from hybridflow.runtime.repairs import LOOK_S, Repairs
@@ -151,25 +151,20 @@ class Scheduler:
 
     def _fetch(self, refs: Sequence[Ref[Any]]) -> list[Any] | None:
         """The values; None where some were lost on the way and are made again. Bounded by `call_timeout_s`."""
-        found = [objects_of(ref) for ref in refs]
-        flat = [item for objects in found for item in objects]
+        objects = [object_of(ref) for ref in refs if ref.handle.piece is not None]
         give_up_s = time.monotonic() + self._settings.call_timeout_s
         while True:
             try:
-                values = self._transport.fetch(flat, LOOK_S)
+                fetched = self._transport.fetch(objects, LOOK_S)
             except ObjectLostError as error:
                 for task in {ref.handle.task: None for ref in refs}:
                     if task.done and task.made(error.lost):
                         self._repairs.remake(task)
                 return None
-            if values is not None:
-                self._dispatcher.received_bytes += sum(_size_of(value) for value in values)
-                rest = iter(values)
-                pairs = zip(refs, found, strict=True)
-                return [
-                    tuple(next(rest) for _ in objects) if ref.handle.piece is None else next(rest)
-                    for ref, objects in pairs
-                ]
+            if fetched is not None:
+                self._dispatcher.received_bytes += sum(_size_of(value) for value in fetched)
+                rest = iter(fetched)
+                return [ref.handle.task.values() if ref.handle.piece is None else next(rest) for ref in refs]
             self._pump(0.0)
             if not all(ref.handle.task.done for ref in refs):
                 return None

@@ -45,11 +45,12 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Result:
-    """What one worker made: handles of its objects, their digests, and the node that keeps them."""
+    """What one worker made: handles of its objects, their digests, and the node that keeps them; or of a change its value."""
 
-    objects: tuple[Any, ...]
-    digests: tuple[Any, ...]
-    node_id: str
+    objects: tuple[Any, ...] = ()
+    digests: tuple[Any, ...] = ()
+    node_id: str = ""
+    value: Any = None
 
 
 @dataclass(eq=False)
@@ -93,6 +94,10 @@ class Task:
     def arguments_of(self, rank: int) -> Arguments:
         """What the worker of this rank is given."""
         return self.arguments[rank if self.split is not None else 0]
+
+    def values(self) -> tuple[Any, ...]:
+        """What a change returned on each worker, by rank."""
+        return tuple(self.results[rank].value for rank in sorted(self.results))
 
     def made(self, item: Any) -> bool:
         """Whether this object is one of the call's."""
