@@ -107,7 +107,7 @@ class Job:
         with phase("export"):
             self.runtime.get(self.actor.export(self.run.model))
         self.run.log_phases(self.runtime.spans())
-        self.run.log_recoveries(self.runtime.recoveries())
+        self.run.log_recoveries(self.runtime.recoveries(unfinished=True))
 
     def close_step(self, step: int, metrics: MetricsRef) -> None:
         """Waits for the step's metrics, evaluates and saves when due, and writes it all down."""
@@ -139,6 +139,7 @@ class Job:
 
         returns: its step; None where there is no newer state than the last checkpoint's.
         """
+        self.run.log_recoveries(self.runtime.recoveries(unfinished=True))
         safe = next((point for point in reversed(self._safe) if self.runtime.is_there(point.snapshot)), None)
         saved = newest_checkpoint(self.run.checkpoints)
         if safe is None or (saved is not None and saved.step >= safe.step):

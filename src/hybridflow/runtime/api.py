@@ -183,7 +183,7 @@ class Runtime(Protocol):
     @overload
     def get(self, value: Ref[R]) -> R: ...
     def get(self, value: Any) -> Any:
-        """Waits for what the value names and returns it. Bounded by `call_timeout_s`."""
+        """Waits for what the value names and returns it. Each call that it waits for is bounded by `call_timeout_s`."""
         ...
 
     def is_there(self, ref: Ref[Any]) -> bool:
@@ -198,8 +198,8 @@ class Runtime(Protocol):
         """What the runtime itself cost since the last look: `controller/*` and `recovery/*`; empty in one process."""
         ...
 
-    def recoveries(self) -> list[Recovery]:
-        """The deaths that were repaired since the last look."""
+    def recoveries(self, *, unfinished: bool = False) -> list[Recovery]:
+        """The deaths that were made good since the last look; with those that are not, at the end of a run."""
         ...
 
     def shutdown(self) -> None:

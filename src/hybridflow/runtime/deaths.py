@@ -49,12 +49,12 @@ class DeathRegister:
         self._new += 1
         doing = f"in {call}" if call else "with nothing to do"
         told = f"{worker.label} died {doing}: {cause}"
-        self._check(told, running)
+        self._check(told, running, worker)
         count = f"{len(self._times_s)} of {self._settings.max_restarts}"
         _log.warning("%s; it is restarted and its work done again (%s)", told, count)
         self._open.append(case)
 
-    def _check(self, told: str, running: Task | None) -> None:
+    def _check(self, told: str, running: Task | None, worker: WorkerProcess) -> None:
         limit = self._settings.max_restarts
         if len(self._times_s) > limit:
             raise WorkersLostError(
@@ -63,10 +63,12 @@ class DeathRegister:
             )
         if running is None:
             return
-        running.deaths += 1
-        if running.deaths >= self._settings.max_attempts:
+        # Of a call on all workers each may lose its own, as when a machine goes; it is the cause where one place loses it every time.
+        place = worker.rank if running.changes else 0
+        running.deaths[place] += 1
+        if running.deaths[place] >= self._settings.max_attempts:
             raise WorkersLostError(
-                f"{told}; the same call has lost its worker {running.deaths} times, so the call itself seems to be the cause "
+                f"{told}; the same call has lost its worker {running.deaths[place]} times, so the call itself seems to be the cause "
                 f"(runtime.recovery.max_attempts is {self._settings.max_attempts})"
             )
 
@@ -96,7 +98,10 @@ class DeathRegister:
         count, self._new = self._new, 0
         return count
 
-    def take_closed(self) -> list[Recovery]:
-        """The deaths made good since the last look."""
-        closed, self._closed = self._closed, []
-        return closed
+    def take(self, *, unfinished: bool) -> list[Recovery]:
+        """The deaths made good since the last look; and those that are not, where nothing more will come."""
+        taken, self._closed = self._closed, []
+        if unfinished:
+            taken += [case.record for case in self._open]
+            self._open = []
+        return taken

@@ -25,6 +25,7 @@ class Dispatcher:
         self.transport, self.settings, self.placement = transport, settings, placement
         self.groups: list[WorkerGroup] = []
         self.flying: dict[Any, Attempt] = {}
+        self.copying: dict[Any, tuple[Task, Any, str]] = {}
         self.failed: list[tuple[float, Attempt, Failure]] = []
         self.deaths = DeathRegister(settings.recovery)
         self.spans: list[tuple[int, Span]] = []
@@ -40,7 +41,7 @@ class Dispatcher:
         group = WorkerGroup(role, gang, build, args, kwargs)
         if placed:
             group.device, group.dtype = {"cpu": "cpu", "gpu": "cuda"}[placed.slots[0].kind], placed.dtype
-        # Without snapshots a gang's journal would hold the data of all steps since the start.
+        # Without snapshots a gang's past would hold the data of all steps since the start.
         group.remembers = not gang or self.settings.recovery.snapshot_every_steps > 0
         group.workers = [WorkerProcess(group, rank, slot) for rank, slot in enumerate(slots)]
         self.groups.append(group)
@@ -72,7 +73,7 @@ class Dispatcher:
             self._fly(Attempt(worker, name="its start"), encode(order), (), 0)
 
     def started(self, worker: WorkerProcess) -> None:
-        """The worker is built; one that joins a group that went on is led through the group's journal first."""
+        """The worker is built; one that joins a group that went on is led through the group's past first."""
         worker.ready = True
         if not worker.group.gang:
             for change in worker.group.catch_up():
@@ -90,8 +91,8 @@ class Dispatcher:
         task = Task(next(self._numbers), Call(group.role, verb.__name__, current_mark(), rows), group, verb, **fields)
         if task.changes:
             task.position, task.follows, group.last_position = task.seq, group.last_position, task.seq
-        elif not is_snapshot:
-            group.reads.add(task)
+        else:
+            (group.taken if is_snapshot else group.reads).add(task)
         self.await_inputs(task)
         group.enqueue(task)
         self.dispatch(group)
@@ -129,6 +130,7 @@ class Dispatcher:
                     continue
                 worker = next(iter(group.free))
                 del group.free[worker]
+                task.past = group.past
                 self._send_task(worker, task)
             if segment.ready or segment.waiting or segment.change is None or not self._send_change(segment.change):
                 return
@@ -144,11 +146,10 @@ class Dispatcher:
         task.divide(group.size)
         if not self._inputs_are_here(task):
             return False
-        group.journal.append(task)
+        group.advance(task)
         for worker in there:
             self._send_task(worker, task)
         group.free.clear()
-        group.trim()
         return True
 
     def _inputs_are_here(self, task: Task) -> bool:
@@ -237,11 +238,23 @@ class Dispatcher:
                 dependent.group.wake(dependent)
 
     def _keep_snapshot(self, taken: Task) -> None:
-        """Makes the snapshot the newest point to restart from, with a second copy on another node where there is one."""
-        group, result = taken.group, taken.only_result()
-        taken.spare = self.transport.copy(result.objects[0], result.node_id)
-        group.add_base(group.snapshots.pop(taken))
-        group.trim()
+        """Sees that a second copy lies on another node, where there is one, before anything relies on the snapshot."""
+        result = taken.only_result()
+        copy = self.transport.copy(result.objects[0], result.node_id)
+        if copy is None:
+            taken.group.add_base(taken, taken.group.snapshots.pop(taken))
+        else:
+            key, item, node_id = copy
+            self.copying[key] = (taken, item, node_id)
+
+    def copied(self, key: Any, *, whole: bool) -> None:
+        """A snapshot's copy is there, or will not be: where the snapshot itself is, it counts from here on."""
+        taken, item, node_id = self.copying.pop(key)
+        base = taken.group.snapshots.pop(taken)
+        if whole:
+            taken.spare = (item, node_id)
+        if taken.done:
+            taken.group.add_base(taken, base)
 
     def fail(self, task: Task, error: Exception) -> None:
         """A failed read is told to who asks for it, and for what was to be made of it; a failed change or snapshot ends the run."""

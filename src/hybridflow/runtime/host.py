@@ -75,6 +75,11 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Close:
+    """Ends what the worker started outside its process."""
+
+
+@dataclass(frozen=True)
 class HostInfo:
     """Where a host is, and where the ranks of a gang can meet if it is their rank 0: by a file on one machine, else at a port."""
 
@@ -109,7 +114,7 @@ class Report:
     failure: Failure | None = None
 
 
-def encode(order: Describe | Start | Run) -> bytes:
+def encode(order: Describe | Start | Run | Close) -> bytes:
     """Plain pickle, which is several times faster, unless something of the user's was defined in a notebook, a script or a function:
     that travels by cloudpickle."""
     try:
@@ -140,6 +145,9 @@ class Host:
         match decoded:
             case Describe():
                 return pickle.dumps(Report(info=self._describe()))
+            case Close():
+                self.close()
+                return pickle.dumps(Report())
             case Start():
                 return pickle.dumps(self._start(decoded))
             case Run():

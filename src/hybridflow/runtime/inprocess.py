@@ -63,6 +63,8 @@ class InProcessRuntime:
     ) -> tuple[Ref[R], ...]:
         """See `Runtime.submit_pieces`."""
         pieces, call = self._run(group, verb, args, rows)
+        if not isinstance(pieces, Pieces) or len(pieces.objects) != count:
+            raise TypeError(f"{call.verb} promised {count} pieces and returned something else")
         pairs = zip(pieces.objects, pieces.digests, strict=True)
         return tuple(Ref(_Here(value, digest), call) for value, digest in pairs)
 
@@ -103,7 +105,7 @@ class InProcessRuntime:
         """See `Runtime.metrics`."""
         return {}
 
-    def recoveries(self) -> list[Recovery]:
+    def recoveries(self, *, unfinished: bool = False) -> list[Recovery]:
         """See `Runtime.recoveries`."""
         return []
 

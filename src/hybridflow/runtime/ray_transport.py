@@ -70,8 +70,8 @@ class ActorProcess:
 class _Keeper:
     """Keeps copies of objects on its node: what it returns is a result of its own."""
 
-    def keep(self, value: Any) -> Any:
-        return value
+    def keep(self, value: Any) -> tuple[Any, bytes]:
+        return value, b""
 
 
 def read_inventory() -> Inventory:
@@ -153,7 +153,7 @@ class RayTransport:
         """See `Transport.kill`."""
         ray.kill(handle.actor)
 
-    def copy(self, item: Any, node_id: str) -> tuple[Any, str] | None:
+    def copy(self, item: Any, node_id: str) -> tuple[Any, Any, str] | None:
         """See `Transport.copy`; on the controller's own node if that is another one, since the run ends with it anyway."""
         here = ray.get_runtime_context().get_node_id()
         others = [node.node_id for node in read_inventory() if node.node_id not in (node_id, *self._lost_nodes)]
@@ -170,7 +170,8 @@ class RayTransport:
                 )
                 .remote()
             )
-        return self._keepers[chosen].keep.remote(item), chosen
+        copy, report = self._keepers[chosen].keep.options(num_returns=2).remote(item)
+        return report, copy, chosen
 
     def node_is_lost(self, node_id: str) -> bool:
         """See `Transport.node_is_lost`. Ray needs some seconds to declare a node dead; its port tells at once."""

@@ -129,7 +129,7 @@ class RecordingRuntime:
         """Nothing was spent."""
         return {}
 
-    def recoveries(self) -> list[Recovery]:
+    def recoveries(self, *, unfinished: bool = False) -> list[Recovery]:
         """Nothing died."""
         return []
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hybridflow.runtime.api import WorkerError, WorkersLostError
 from hybridflow.runtime.dispatcher import Dispatcher
 from hybridflow.runtime.host import Failure
-from hybridflow.runtime.tasks import Attempt, Result, Task, WorkerGroup, WorkerProcess
+from hybridflow.runtime.tasks import Attempt, Result, StateLostError, Task, WorkerGroup, WorkerProcess
 from hybridflow.runtime.transport import InputLost
 from hybridflow.types import PeerLostError
 
@@ -46,14 +46,9 @@ class Repairs:
             return
         groups = self._dispatcher.groups
         self._replace([w for group in groups for w in group.workers if w.info and w.info.node_id == node_id])
-        for task in [task for group in groups for task in self._kept_by(group)]:
-            if task.done and not task.changes and task.only_result().node_id == node_id:
+        for task in [task for group in groups for task in (*group.taken, *group.reads)]:
+            if task.done and task.only_result().node_id == node_id:
                 self.remake(task)
-
-    def _kept_by(self, group: WorkerGroup) -> list[Task]:
-        """Calls whose results somebody may still ask for: those that a reference names, and snapshots."""
-        bases = [needed for change in group.journal if change.replaces for needed in change.inputs()]
-        return list({*group.reads, *bases})
 
     def _replace(self, gone: Sequence[WorkerProcess]) -> None:
         for group in dict.fromkeys(worker.group for worker in gone):
@@ -68,7 +63,7 @@ class Repairs:
                 self._settle(worker, moved=worker in dead)
 
     def _clear(self, worker: WorkerProcess) -> list[Task]:
-        """Ends a worker's process; returns the reads that it was to carry out. (The changes are in the journal.)"""
+        """Ends a worker's process; returns the reads that it was to carry out. (The changes are in the group's past.)"""
         attempts, worker.attempts = list(worker.attempts.values()), {}
         dispatcher = self._dispatcher
         for attempt in attempts:
@@ -96,17 +91,18 @@ class Repairs:
         """
         for task in needed:
             self._dispatcher.await_inputs(task)
-        has_base = group.requeue(needed)
-        for change in group.queued_changes():
-            self._dispatcher.await_inputs(change)
-            change.results = change.results if change.done else {}
-        if has_base:
-            return list(swept)
-        if group.forgot:
+        try:
+            as_they_are = group.requeue(needed)
+        except StateLostError:
             raise WorkersLostError(
                 f"the state of {group.role} is lost: no snapshot of it is left outside the workers that died; "
                 "set runtime.recovery.snapshot_every_steps=1, and start the same command again to go on from the last checkpoint"
-            )
+            ) from None
+        for change in group.queued_changes():
+            self._dispatcher.await_inputs(change)
+            change.results = change.results if change.done else {}
+        if as_they_are:
+            return list(swept)
         for worker in group.workers:
             if worker not in swept:
                 self._requeue(group, self._clear(worker))
@@ -131,7 +127,7 @@ class Repairs:
         if group.size > 1:
             _log.warning("no place is free for %s; its group goes on with %d workers", worker.label, group.size - 1)
             group.remove(worker)
-            for change in [change for change in group.journal if not change.done]:
+            for change in [change for change in group.catch_up() if not change.done]:
                 self._dispatcher.finish(change)
             self._dispatcher.start_together(group)
             return
@@ -152,6 +148,8 @@ class Repairs:
             task.results, task.spare = {0: Result((item,), digests, node_id)}, None
             return
         task.results, task.done = {}, False
+        if task in task.group.taken:
+            return  # a snapshot is of a moment that does not come again; an older one, or a newer, has to do
         _log.warning("the result of %s is lost with its node; it is made again", task.call)
         if task.group.changed_after(task):
             for worker in self._rewind(task.group, [task], []):
@@ -176,10 +174,10 @@ class Repairs:
             self._requeue(worker.group, [task])
 
     def _count_attempt(self, task: Task, worker: WorkerProcess) -> None:
-        task.deaths += 1
-        if task.deaths > self._settings.recovery.max_attempts:
+        task.deaths[worker.rank] += 1
+        if task.deaths[worker.rank] > self._settings.recovery.max_attempts:
             raise WorkersLostError(
-                f"{worker.name_of(task.call)} has lost its inputs {task.deaths} times; look at the nodes' health"
+                f"{worker.name_of(task.call)} has lost its inputs {task.deaths[worker.rank]} times; look at the nodes' health"
             )
 
     # Errors of a verb: never repaired, because they would come again.

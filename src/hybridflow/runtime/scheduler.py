@@ -15,7 +15,7 @@ from hybridflow.batch import Batch
 from hybridflow.runtime.api import Closeable, Group, Pieces, RuntimeSettings, Seat, Split, WorkerError
 from hybridflow.runtime.dispatch import flatten_refs, restore_refs
 from hybridflow.runtime.dispatcher import Dispatcher, object_of
-from hybridflow.runtime.host import decode
+from hybridflow.runtime.host import Close, decode, encode
 from hybridflow.runtime.placement import Placement
 from hybridflow.runtime.repairs import LOOK_S, Repairs
 from hybridflow.runtime.tasks import Arguments, Output, Task, WorkerGroup
@@ -26,6 +26,9 @@ W = TypeVar("W", bound=Closeable)
 R = TypeVar("R")
 S = TypeVar("S")
 P = ParamSpec("P")
+
+CLOSE_S = 5.0
+"""Seconds that workers have to end what they started, before their processes are ended."""
 
 
 class Scheduler:
@@ -111,24 +114,29 @@ class Scheduler:
             "recovery/deaths": total(dispatcher.deaths.count_new()),
         }
 
-    def recoveries(self) -> list[Recovery]:
+    def recoveries(self, *, unfinished: bool = False) -> list[Recovery]:
         """See `Runtime.recoveries`."""
-        return self._dispatcher.deaths.take_closed()
+        return self._dispatcher.deaths.take(unfinished=unfinished)
 
     def shutdown(self) -> None:
         """See `Runtime.shutdown`."""
-        for group in self._dispatcher.groups:
-            for worker in group.workers:
-                if worker.handle is not None:
-                    self._transport.kill(worker.handle)
-        self._dispatcher.groups, self._dispatcher.flying = [], {}
+        workers = [worker for group in self._dispatcher.groups for worker in group.workers if worker.handle is not None]
+        idle = [worker for worker in workers if worker.ready and not worker.attempts]
+        closing = [self._transport.send(worker.handle, encode(Close()), (), 0)[0] for worker in idle]
+        give_up_s = time.monotonic() + CLOSE_S
+        while closing and time.monotonic() < give_up_s:
+            answered = {key for key, _ in self._transport.poll(closing, LOOK_S)}
+            closing = [key for key in closing if key not in answered]
+        for worker in workers:
+            self._transport.kill(worker.handle)
+        self._dispatcher.groups, self._dispatcher.flying, self._dispatcher.copying = [], {}, {}
         self._transport.close()
 
     def num_open_calls(self) -> int:
         """Calls that the books hold: queued, under way, or kept for a restart. Flat over a long run."""
         groups = self._dispatcher.groups
         queued = sum(len(segment.tasks()) for group in groups for segment in group.segments)
-        return queued + len(self._dispatcher.flying) + sum(len(group.journal) for group in groups)
+        return queued + len(self._dispatcher.flying) + sum(len(group.catch_up()) for group in groups)
 
     def _wait(self, tasks: Sequence[Task]) -> None:
         """Until the calls are done, or one of them has failed. The clocks of the workers bound it."""
@@ -180,7 +188,7 @@ class Scheduler:
         for group in dispatcher.groups:
             dispatcher.dispatch(group)
         timeout_s = min(timeout_s, LOOK_S, self._settings.call_timeout_s / 4)
-        self._answer(self._transport.poll(list(dispatcher.flying), timeout_s))
+        self._answer(self._transport.poll([*dispatcher.flying, *dispatcher.copying], timeout_s))
         if dispatcher.failed:
             self._repairs.judge_failures()
         self._repairs.look()
@@ -189,6 +197,9 @@ class Scheduler:
 
     def _answer(self, answers: Iterable[tuple[Any, bytes | Died | InputLost]]) -> None:
         for key, answer in answers:
+            if key in self._dispatcher.copying:
+                self._dispatcher.copied(key, whole=isinstance(answer, bytes))
+                continue
             attempt = self._dispatcher.flying.get(key)
             if attempt is None:
                 continue  # its worker was given up meanwhile

@@ -1,15 +1,15 @@
-"""The controller's books: calls as tasks, groups of workers with their queues and journals. No process is touched here.
+"""The controller's books: calls as tasks, groups of workers with their queues and pasts. No process is touched here.
 
-A worker's state is its build and its **journal**: the state-changing calls since the last one that replaced the state altogether. So a
-worker that died is built again and led through the journal, and any result that was lost is made again from the state it was made from.
+A worker's state is its build and its **past**: the state-changing calls since the last one that replaced the state altogether. So a worker
+that died is built again and led through the past of its group; and since each read holds the past that it was made from, a result that was
+lost can be made again. What nobody holds any more is forgotten by itself.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,8 +72,9 @@ class Task:
     results: dict[int, Result] = field(default_factory=dict)
     done: bool = False
     failure: Exception | None = None
-    deaths: int = 0
+    deaths: Counter[int] = field(default_factory=Counter)
     missing: int = 0
+    past: Past | None = None
     dependents: dict[Task, None] = field(default_factory=dict)
     spare: tuple[Any, str] | None = None
     order: bytes | None = None
@@ -88,12 +89,17 @@ class Task:
         """Makes the arguments of `size` workers from the digests of what they describe; where all get the same there is nothing to do."""
         if self.split is None or len(self.arguments) == size:
             return
-        digests = [ref.handle.task.only_result().digests[ref.handle.piece] for ref in self.described]
+        digests = [ref.handle.task.digest(ref.handle.piece) for ref in self.described]
         self.arguments = tuple(Arguments.of(args) for args in self.split(digests, size))
 
     def arguments_of(self, rank: int) -> Arguments:
         """What the worker of this rank is given."""
         return self.arguments[rank if self.split is not None else 0]
+
+    def digest(self, piece: int) -> Any:
+        """The digest of one of its objects; None where its verb gave none."""
+        digests = self.only_result().digests
+        return digests[piece] if digests else None
 
     def values(self) -> tuple[Any, ...]:
         """What a change returned on each worker, by rank."""
@@ -107,6 +113,23 @@ class Task:
         """The result of a call that ran on one worker."""
         (result,) = self.results.values()
         return result
+
+
+@dataclass(frozen=True, eq=False)
+class Past:
+    """How a state came about: the last change, and what was before it; None before one that replaced all, or that was the first."""
+
+    change: Task
+    before: Past | None
+
+    def changes(self) -> list[Task]:
+        """The changes that make the state, oldest first."""
+        found: list[Task] = []
+        past: Past | None = self
+        while past is not None:
+            found.append(past.change)
+            past = past.before
+        return found[::-1]
 
 
 @dataclass(eq=False)
@@ -179,7 +202,9 @@ class Segment:
 class WorkerGroup:
     """The workers of one role, what waits for them, and what has made their state.
 
-    remembers: whether there is a journal; without one, and without snapshots, the state goes with the first worker that dies.
+    remembers: whether the past is kept; without it, and so without snapshots, the state goes with the first worker that dies.
+    past:      of the state in which the workers are, once they have done what they were sent; None is that of their build.
+    taken:     snapshots that somebody still holds.
     """
 
     role: str
@@ -193,8 +218,9 @@ class WorkerGroup:
     workers: list[WorkerProcess] = field(default_factory=list)
     segments: deque[Segment] = field(default_factory=lambda: deque([Segment()]))
     free: dict[WorkerProcess, None] = field(default_factory=dict)
-    journal: list[Task] = field(default_factory=list)
+    past: Past | None = None
     reads: weakref.WeakSet[Task] = field(default_factory=weakref.WeakSet)
+    taken: weakref.WeakSet[Task] = field(default_factory=weakref.WeakSet)
     snapshots: dict[Task, Task] = field(default_factory=dict)
     last_position: int | None = None
     forgot: bool = False
@@ -230,20 +256,42 @@ class WorkerGroup:
             segment.waiting.discard(task)
             segment.ready = [entry for entry in segment.ready if entry[1] is not task]
 
-    def requeue(self, needed: Iterable[Task]) -> bool:
-        """Queues the changes to go through again, with the reads that are `needed` again, in the order of the page.
+    def advance(self, change: Task) -> None:
+        """The change is on its way to the workers."""
+        if not self.remembers:
+            self.forgot = self.forgot or not change.replaces
+        self.past = Past(change, self.past if self.remembers and not change.replaces else None)
 
-        Changes start at the latest one that replaced the state, whose own inputs are there, before the first needed read. Returns
-        whether there is one; if not, the changes are all of them since the workers were built, and the workers must be built again.
+    def requeue(self, needed: Iterable[Task]) -> bool:
+        """Queues what leads to the state before each needed read, the read, and what leads back to the present state, before the rest.
+
+        needed: reads that were sent before. Returns whether the workers can take it as they are; if not, it starts from their build.
+        Raises StateLostError where neither the build nor a snapshot leads to a state that is needed.
         """
-        needed = list(needed)
-        start = self._base_before(min((task.seq for task in needed), default=math.inf))
-        replayed, self.journal = self.journal[start or 0 :], self.journal[: start or 0]
-        queued = [task for segment in self.segments for task in segment.tasks()]
-        self.segments = deque([Segment()])
-        for task in sorted({*replayed, *needed, *queued}, key=lambda task: task.seq):
+        order: list[Task] = []
+        at: list[Task] | None = None
+        as_they_are = True
+        for read in [*sorted(needed, key=lambda task: task.seq), None]:
+            past = read.past if read else self.past
+            wanted = past.changes() if past else []
+            if at is None or wanted[: len(at)] != at:
+                as_they_are = self._starts_anywhere(wanted) and as_they_are
+                at = []
+            order += [*wanted[len(at) :], *([read] if read else [])]
+            at = wanted
+        order += [task for segment in self.segments for task in segment.tasks()]
+        self.segments, self.past = deque([Segment()]), None
+        for task in order:
             self.enqueue(task)
-        return start is not None
+        return as_they_are
+
+    def _starts_anywhere(self, changes: Sequence[Task]) -> bool:
+        """Whether the first change needs no state before it; else they lead on from the build."""
+        if changes and changes[0].replaces and all(task.done for task in changes[0].inputs()):
+            return True
+        if self.forgot or (changes and changes[0].replaces):
+            raise StateLostError(self.role)
+        return False
 
     def queued_changes(self) -> list[Task]:
         """The changes that have not gone out, or are to go again."""
@@ -259,32 +307,32 @@ class WorkerGroup:
 
     def catch_up(self) -> list[Task]:
         """The changes that a new worker of a group, whose others go on, is led through."""
-        return self.journal[self._base_before(math.inf) or 0 :]
+        return self.past.changes() if self.past else []
 
-    def add_base(self, base: Task) -> None:
-        """Notes a snapshot in the journal, at the place where it was taken."""
-        self.journal = sorted([*self.journal, base], key=lambda task: task.seq)
+    def add_base(self, taken: Task, base: Task) -> None:
+        """Puts a snapshot in the place of what was before it, in the past of the present state and of the reads since."""
+        renewed: dict[Past | None, Past] = {taken.past: Past(base, None)}
+        for past in self._since(taken.past):
+            renewed[past] = Past(past.change, None if past.change.replaces else renewed[past.before])
+        self.past = renewed.get(self.past, self.past)
+        for read in self.reads:
+            read.past = renewed.get(read.past, read.past)
 
-    def trim(self) -> None:
-        """Forgets changes that no result still in use was made before."""
-        if not self.remembers:
-            self.forgot, self.journal = self.forgot or bool(self.journal), []
-            return
-        start = self._base_before(min((task.seq for task in self.reads), default=math.inf))
-        if start:
-            self.journal = self.journal[start:]
-            self.forgot = True
+    def _since(self, past: Past | None) -> list[Past]:
+        """The steps from a past state to the present one; none where the present does not follow from it."""
+        found, step = [], self.past
+        while step is not None and step is not past:
+            found.append(step)
+            step = step.before
+        return found[::-1] if step is past else []
 
     def changed_after(self, task: Task) -> bool:
-        """Whether the state has moved on, or is about to, since this read was due."""
-        return any(change.seq > task.seq for change in self.journal)
+        """Whether the state has moved on, or is about to, since this read was sent."""
+        return task.past is not self.past
 
-    def _base_before(self, seq: float) -> int | None:
-        for index in range(len(self.journal) - 1, -1, -1):
-            change = self.journal[index]
-            if change.replaces and change.seq < seq and all(task.done for task in change.inputs()):
-                return index
-        return None
+
+class StateLostError(Exception):
+    """What a group's state came from is not there any more; names the role."""
 
 
 def _name_devices(slot: Slot) -> str:

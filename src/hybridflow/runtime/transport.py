@@ -54,8 +54,9 @@ class Transport(Protocol):
         """Ends a process at once, whatever it is doing."""
         ...
 
-    def copy(self, item: Any, node_id: str) -> tuple[Any, str] | None:
-        """Another copy of an object that lies on `node_id`, and the other node that will keep it; None where there is no other."""
+    def copy(self, item: Any, node_id: str) -> tuple[Any, Any, str] | None:
+        """Another copy of an object that lies on `node_id`: the key of the report that it is there, the copy, and the node that keeps it;
+        None where there is no other node."""
         ...
 
     def node_is_lost(self, node_id: str) -> bool:
