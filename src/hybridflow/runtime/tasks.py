@@ -314,6 +314,8 @@ class WorkerGroup:
         renewed: dict[Past | None, Past] = {taken.past: Past(base, None)}
         for past in self._since(taken.past):
             renewed[past] = Past(past.change, None if past.change.replaces else renewed[past.before])
+        # It is never taken again, and what it held of the past would hold all before.
+        taken.past = None
         self.past = renewed.get(self.past, self.past)
         for read in self.reads:
             read.past = renewed.get(read.past, read.past)
