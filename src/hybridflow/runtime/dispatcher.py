@@ -130,7 +130,8 @@ class Dispatcher:
                     continue
                 worker = next(iter(group.free))
                 del group.free[worker]
-                task.past = group.past
+                if not task.sent:
+                    task.sent, task.past = True, group.past
                 self._send_task(worker, task)
             if segment.ready or segment.waiting or segment.change is None or not self._send_change(segment.change):
                 return

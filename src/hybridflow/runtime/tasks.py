@@ -74,6 +74,7 @@ class Task:
     failure: Exception | None = None
     deaths: Counter[int] = field(default_factory=Counter)
     missing: int = 0
+    sent: bool = False
     past: Past | None = None
     dependents: dict[Task, None] = field(default_factory=dict)
     spare: tuple[Any, str] | None = None
@@ -203,7 +204,8 @@ class WorkerGroup:
     """The workers of one role, what waits for them, and what has made their state.
 
     remembers: whether the past is kept; without it, and so without snapshots, the state goes with the first worker that dies.
-    past:      of the state in which the workers are, once they have done what they were sent; None is that of their build.
+    past:      of the present state: that after all changes that were sent; None is that of the build.
+    replays:   changes at the head of the queue that lead back to the present state; `replayed`: those that have gone out again.
     taken:     snapshots that somebody still holds.
     """
 
@@ -219,6 +221,8 @@ class WorkerGroup:
     segments: deque[Segment] = field(default_factory=lambda: deque([Segment()]))
     free: dict[WorkerProcess, None] = field(default_factory=dict)
     past: Past | None = None
+    replays: int = 0
+    replayed: list[Task] = field(default_factory=list)
     reads: weakref.WeakSet[Task] = field(default_factory=weakref.WeakSet)
     taken: weakref.WeakSet[Task] = field(default_factory=weakref.WeakSet)
     snapshots: dict[Task, Task] = field(default_factory=dict)
@@ -257,7 +261,12 @@ class WorkerGroup:
             segment.ready = [entry for entry in segment.ready if entry[1] is not task]
 
     def advance(self, change: Task) -> None:
-        """The change is on its way to the workers."""
+        """The change is on its way to the workers, for the first time or again."""
+        change.sent = True
+        if self.replays:
+            self.replays -= 1
+            self.replayed = [*self.replayed, change] if self.replays else []
+            return
         if not self.remembers:
             self.forgot = self.forgot or not change.replaces
         self.past = Past(change, self.past if self.remembers and not change.replaces else None)
@@ -265,13 +274,15 @@ class WorkerGroup:
     def requeue(self, needed: Iterable[Task]) -> bool:
         """Queues what leads to the state before each needed read, the read, and what leads back to the present state, before the rest.
 
-        needed: reads that were sent before. Returns whether the workers can take it as they are; if not, it starts from their build.
-        Raises StateLostError where neither the build nor a snapshot leads to a state that is needed.
+        needed: reads that were sent before; those that wait to be repeated are needed still. Returns whether the workers can take it as
+        they are; if not, it starts from their build. Raises StateLostError where neither that nor a snapshot leads to a state.
         """
+        queued = [task for segment in self.segments for task in segment.tasks()]
+        reads = {*needed, *(task for task in queued if task.sent and not task.changes)}
         order: list[Task] = []
         at: list[Task] | None = None
         as_they_are = True
-        for read in [*sorted(needed, key=lambda task: task.seq), None]:
+        for read in [*sorted(reads, key=lambda task: task.seq), None]:
             past = read.past if read else self.past
             wanted = past.changes() if past else []
             if at is None or wanted[: len(at)] != at:
@@ -279,9 +290,9 @@ class WorkerGroup:
                 at = []
             order += [*wanted[len(at) :], *([read] if read else [])]
             at = wanted
-        order += [task for segment in self.segments for task in segment.tasks()]
-        self.segments, self.past = deque([Segment()]), None
-        for task in order:
+        self.segments, self.replayed = deque([Segment()]), []
+        self.replays = sum(task.changes for task in order)
+        for task in [*order, *(task for task in queued if not task.sent)]:
             self.enqueue(task)
         return as_they_are
 
@@ -307,6 +318,8 @@ class WorkerGroup:
 
     def catch_up(self) -> list[Task]:
         """The changes that a new worker of a group, whose others go on, is led through."""
+        if self.replays:
+            return self.replayed
         return self.past.changes() if self.past else []
 
     def add_base(self, taken: Task, base: Task) -> None:
@@ -329,8 +342,8 @@ class WorkerGroup:
         return found[::-1] if step is past else []
 
     def changed_after(self, task: Task) -> bool:
-        """Whether the state has moved on, or is about to, since this read was sent."""
-        return task.past is not self.past
+        """Whether the state is another than the one that this read was sent for."""
+        return self.replays > 0 or task.past is not self.past
 
 
 class StateLostError(Exception):
