@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridflow.batch import Batch
 from hybridflow.checkpoint import export_checkpoint, newest_checkpoint, open_checkpoint
-from hybridflow.config import ConfigError, Field, settings
+from hybridflow.config import ConfigError, Field, HybridflowError, settings
 from hybridflow.data import DataSettings, chat_stop_ids, read_prompts
 from hybridflow.flow import rl, sft
 from hybridflow.flow.evaluation import Evaluator, HeldOutSettings, read_held_out
@@ -114,7 +114,10 @@ def _rescuing(job: Job) -> Iterator[None]:
     try:
         yield
     except WorkersLostError as error:
-        step = job.rescue()
+        try:
+            step = job.rescue()
+        except (OSError, HybridflowError) as second:
+            raise WorkersLostError(f"{error}; and no checkpoint could be written: {second}") from None
         saved = f"step {step} is saved" if step is not None else "the last checkpoint stands"
         raise WorkersLostError(
             f"{error}; {saved} in {job.run.checkpoints}, and the same command goes on from there"

@@ -140,14 +140,14 @@ class Job:
         returns: its step; None where there is no newer state than the last checkpoint's.
         """
         self.run.log_recoveries(self.runtime.recoveries(unfinished=True))
-        safe = next((point for point in reversed(self._safe) if self.runtime.is_there(point.snapshot)), None)
         saved = newest_checkpoint(self.run.checkpoints)
-        if safe is None or (saved is not None and saved.step >= safe.step):
-            return None
-        with CheckpointWriter(self.run.checkpoints, safe.step) as writer:
-            snapshot = self.runtime.get(safe.snapshot)
-            writer.commit([write_snapshot(snapshot, writer.shard_path("actor", 0))], safe.state)
-        return safe.step
+        for safe in reversed(self._safe):
+            if self.runtime.is_there(safe.snapshot) and (saved is None or saved.step < safe.step):
+                with CheckpointWriter(self.run.checkpoints, safe.step) as writer:
+                    snapshot = self.runtime.get(safe.snapshot)
+                    writer.commit([write_snapshot(snapshot, writer.shard_path("actor", 0))], safe.state)
+                return safe.step
+        return None
 
     def _state(self, step: int) -> dict[str, Any]:
         return {

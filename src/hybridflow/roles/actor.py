@@ -217,8 +217,10 @@ class Actor(Generator):
             split = functools.partial(self._split_chunks, objective, batch)
             described = tuple(chunk.parts[TOKENS] for chunk in batch.chunks)
         metrics = self._runtime.scatter(self._trainers, ActorWorker.update, split, described)
-        # Before the weights are published: they can then be made again from the snapshot alone.
-        self._take_snapshot()
+        self._num_updates += 1
+        if self._snapshot_every and self._num_updates % self._snapshot_every == 0:
+            # Before the weights are published: they can then be made again from the snapshot alone.
+            self._take_snapshot()
         self._publish_weights()
         return MetricsRef((metrics,))
 
@@ -229,6 +231,8 @@ class Actor(Generator):
     def load(self, directory: Path) -> Ref[tuple[None, ...]]:
         """Takes up a checkpoint's state."""
         loaded = self._runtime.broadcast(self._trainers, ActorWorker.load, directory, replaces=True)
+        # The directory may be gone when a trainer dies.
+        self._take_snapshot()
         self._publish_weights()
         return loaded
 
@@ -237,9 +241,9 @@ class Actor(Generator):
         return self._runtime.submit(self._trainers, ActorWorker.export, directory)
 
     def _take_snapshot(self) -> None:
-        self._num_updates += 1
-        if self._snapshot_every and self._num_updates % self._snapshot_every == 0:
-            self.last_snapshot = self._runtime.snapshot(self._trainers, ActorWorker.snapshot, ActorWorker.restore)
+        if self._snapshot_every:
+            taken = self._runtime.snapshot(self._trainers, ActorWorker.snapshot, ActorWorker.restore)
+            self.last_snapshot = taken or self.last_snapshot
 
     def _publish_weights(self) -> None:
         """Rollouts from here on name the weights as they are after the calls so far."""
@@ -257,7 +261,7 @@ class Actor(Generator):
         ]
 
     def _split_rows(
-        self, objective: Objective, batch: Batch, digests: Sequence[RowDigest], size: int
+        self, objective: Objective, batch: Batch, _: Sequence[RowDigest], size: int
     ) -> list[tuple[Any, ...]]:
         parts = split_rows(batch, size=size, updates=self._updates, hidden_size=self._hidden_size)
         return [

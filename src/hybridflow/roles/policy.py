@@ -14,6 +14,7 @@ from transformers.utils import logging
 from hybridflow.config import ConfigError, Field, settings
 from hybridflow.models import LanguageModel, fresh_model, load_model, load_tokenizer
 from hybridflow.runtime.api import Seat
+from hybridflow.runtime.placement import DEVICE_TYPES, Kind
 from hybridflow.types import Numerics
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -56,7 +57,7 @@ class Policy:
 
 
 def check_model(
-    settings: ModelSettings, numerics: Numerics, key: str = "model", kind: str | None = None, dtype: str | None = None
+    settings: ModelSettings, numerics: Numerics, key: str = "model", kind: Kind | None = None, dtype: str | None = None
 ) -> None:
     """Raises ConfigError for what can be seen to be wrong without loading the model.
 
@@ -70,7 +71,7 @@ def check_model(
         raise ConfigError(f"{key}.tokenizer: a new model needs one; give the directory of a tokenizer")
     if settings.tokenizer is not None and not Path(settings.tokenizer).is_dir():
         raise ConfigError(f"{key}.tokenizer: '{settings.tokenizer}' is no directory; give one that holds a tokenizer")
-    device = {"cpu": "cpu", "gpu": "cuda"}[kind] if kind else resolve_device(settings.device)
+    device = DEVICE_TYPES[kind] if kind else resolve_device(settings.device)
     number = int(device.removeprefix("cuda").removeprefix(":") or 0) if device != "cpu" else -1
     if kind is None and number >= torch.cuda.device_count():
         raise ConfigError(

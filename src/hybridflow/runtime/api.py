@@ -62,7 +62,7 @@ class RuntimeSettings:
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds a worker may take to start and load its model."""
     threads_per_worker: int = Field(default=0, ge=0, le=1024)
-    """Arithmetic threads of a worker on the CPU; 0 takes all cores in one process and one a worker on Ray; exact mode takes 1."""
+    """Arithmetic threads of a worker on the CPU; 0 takes all cores in one process, and on Ray those of its slot; exact mode takes 1."""
 
 
 class WorkerError(HybridflowError, RuntimeError):
@@ -100,6 +100,12 @@ class Pieces(Generic[T_co]):
 
     objects: tuple[T_co, ...]
     digests: tuple[Any, ...]
+
+    @staticmethod
+    def check(value: Any, verb: str, count: int) -> None:
+        """Raises TypeError unless the value that a verb returned is pieces, as many as it promised."""
+        if not isinstance(value, Pieces) or len(value.objects) != count:
+            raise TypeError(f"{verb} promised {count} pieces and returned something else")
 
 
 class Group(Protocol[W_co]):
@@ -139,7 +145,7 @@ class Runtime(Protocol):
         ...
 
     def submit(self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any, rows: str = "") -> Ref[R]:
-        """Calls `verb(worker, *args)` on one worker, whichever is free, and returns at once. The verb must not change the worker's state.
+        """Calls `verb(worker, *args)` on one worker, whichever is free, and returns at once. It must leave nothing that a later call sees.
 
         References inside the arguments arrive as the data that they name, which is why the facade, not this call, types them.
         rows: which rows of the step this is about, for errors: `rows="rows 0 to 63"`.
@@ -155,7 +161,8 @@ class Runtime(Protocol):
     def broadcast(
         self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any, replaces: bool = False
     ) -> Ref[tuple[R, ...]]:
-        """Calls a verb that changes state with the same arguments on every worker; the results by rank.
+        """Calls a verb that changes state with the same arguments on every worker; the results by rank, small, since the controller gets
+        them with the report.
 
         replaces: the state afterwards follows from these arguments alone (weights, a checkpoint), so that a restarted worker needs
                   nothing from before.
@@ -165,7 +172,7 @@ class Runtime(Protocol):
     def scatter(
         self, group: Group[W], verb: Callable[Concatenate[W, ...], R], split: Split, described: Sequence[Ref[Any]]
     ) -> Ref[tuple[R, ...]]:
-        """Calls a verb that changes state on every worker, each with its own arguments; the results by rank.
+        """Calls a verb that changes state on every worker, each with its own arguments; the results by rank, small as with `broadcast`.
 
         split: is called with the digests of `described` as soon as they are there, in the controller.
         """
@@ -173,7 +180,8 @@ class Runtime(Protocol):
 
     def snapshot(self, group: Group[W], take: Callable[[W], S], restore: Callable[[W, S], None]) -> Ref[S] | None:
         """Copies a gang's state out of its processes: a worker that dies later starts from `restore(worker, take(worker))` and what came
-        after. None where nothing can outlive the worker (one process)."""
+        after. None, and no copy, where nothing can outlive the worker (one process), or while the one before is on its way to another node.
+        """
         ...
 
     @overload

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybridflow.runtime.api import RecoverySettings, WorkersLostError
-from hybridflow.runtime.tasks import Attempt, Task, WorkerGroup, WorkerProcess
+from hybridflow.runtime.tasks import Task, WorkerGroup, WorkerProcess
 from hybridflow.types import Recovery
 
 _log = logging.getLogger(__name__)
@@ -37,38 +37,44 @@ class DeathRegister:
         self._closed: list[Recovery] = []
         self._new = 0
 
-    def record(self, worker: WorkerProcess, cause: str, attempts: Sequence[Attempt]) -> None:
-        """Notes and tells a death. Raises WorkersLostError where it is one too many, in this run or under one call."""
-        running = next((attempt.task for attempt in attempts if attempt.task is not None), None)
-        call = worker.name_of(running.call) if running else ""
-        step = running.call.mark.step if running else 0
-        case = _Case(Recovery(worker.label, call, step, cause, time.time()), worker.group)
-        case.lost = {attempt.task for attempt in attempts if attempt.task is not None and not attempt.task.done}
+    def record(self, workers: Sequence[WorkerProcess], cause: str) -> None:
+        """Notes and tells the death of a worker, or of all that went with one node, which counts once.
+
+        Raises WorkersLostError where it is one too many, in this run or under one call.
+        """
         now_s = time.monotonic()
         self._times_s = [at_s for at_s in (*self._times_s, now_s) if now_s - at_s <= self._settings.window_s]
-        self._new += 1
-        doing = f"in {call}" if call else "with nothing to do"
-        told = f"{worker.label} died {doing}: {cause}"
-        self._check(told, running, worker)
-        count = f"{len(self._times_s)} of {self._settings.max_restarts}"
-        _log.warning("%s; it is restarted and its work done again (%s)", told, count)
-        self._open.append(case)
+        self._new += len(workers)
+        for worker in workers:
+            running = next((attempt.task for attempt in worker.attempts.values() if attempt.task is not None), None)
+            call = worker.name_of(running.call) if running else ""
+            step = running.call.mark.step if running else 0
+            case = _Case(Recovery(worker.label, call, step, cause, time.time()), worker.group)
+            case.lost = {a.task for a in worker.attempts.values() if a.task is not None and not a.task.done}
+            self._open.append(case)
+            told = f"{worker.label} died {f'in {call}' if call else 'with nothing to do'}: {cause}"
+            self._check_budget(told)
+            if running is not None:
+                self.count_attempt(running, worker, told)
+            count = f"{len(self._times_s)} of {self._settings.max_restarts}"
+            _log.warning("%s; it is restarted and its work done again (%s)", told, count)
 
-    def _check(self, told: str, running: Task | None, worker: WorkerProcess) -> None:
+    def _check_budget(self, told: str) -> None:
         limit = self._settings.max_restarts
         if len(self._times_s) > limit:
             raise WorkersLostError(
                 f"{told}; that is death {len(self._times_s)} within {self._settings.window_s:g} s and "
                 f"runtime.recovery.max_restarts is {limit}"
             )
-        if running is None:
-            return
+
+    def count_attempt(self, task: Task, worker: WorkerProcess, told: str) -> None:
+        """Counts a call that has to be made again. Raises WorkersLostError where the call itself seems to be the cause."""
         # Of a call on all workers each may lose its own, as when a machine goes; it is the cause where one place loses it every time.
-        place = worker.rank if running.changes else 0
-        running.deaths[place] += 1
-        if running.deaths[place] >= self._settings.max_attempts:
+        place = worker.rank if task.changes else 0
+        task.deaths[place] += 1
+        if task.deaths[place] >= self._settings.max_attempts:
             raise WorkersLostError(
-                f"{told}; the same call has lost its worker {running.deaths[place]} times, so the call itself seems to be the cause "
+                f"{told}; the same call has lost its worker {task.deaths[place]} times, so the call itself seems to be the cause "
                 f"(runtime.recovery.max_attempts is {self._settings.max_attempts})"
             )
 

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.observability.phases import current_mark
 from hybridflow.runtime.api import RuntimeSettings
 from hybridflow.runtime.deaths import DeathRegister
 from hybridflow.runtime.host import Describe, Failure, HostInfo, Report, Run, Start, encode
-from hybridflow.runtime.placement import Placement, Slot
+from hybridflow.runtime.placement import DEVICE_TYPES, Placement, Slot
 from hybridflow.runtime.tasks import Arguments, Attempt, Output, Result, Task, WorkerGroup, WorkerProcess
 from hybridflow.runtime.transport import Transport
 from hybridflow.types import Call, Ref, Span
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A second copy of a snapshot on its way to another node."""
+
+    taken: Task
+    item: Any
+    node_id: str
+    since_s: float
 
 
 class Dispatcher:
@@ -25,7 +39,7 @@ class Dispatcher:
         self.transport, self.settings, self.placement = transport, settings, placement
         self.groups: list[WorkerGroup] = []
         self.flying: dict[Any, Attempt] = {}
-        self.copying: dict[Any, tuple[Task, Any, str]] = {}
+        self.copying: dict[Any, _Copy] = {}
         self.failed: list[tuple[float, Attempt, Failure]] = []
         self.deaths = DeathRegister(settings.recovery)
         self.spans: list[tuple[int, Span]] = []
@@ -40,7 +54,7 @@ class Dispatcher:
         slots: Sequence[Slot | None] = placed.slots if placed else (None,)
         group = WorkerGroup(role, gang, build, args, kwargs)
         if placed:
-            group.device, group.dtype = {"cpu": "cpu", "gpu": "cuda"}[placed.slots[0].kind], placed.dtype
+            group.device, group.dtype = DEVICE_TYPES[placed.slots[0].kind], placed.dtype
         # Without snapshots a gang's past would hold the data of all steps since the start.
         group.remembers = not gang or self.settings.recovery.snapshot_every_steps > 0
         group.workers = [WorkerProcess(group, rank, slot) for rank, slot in enumerate(slots)]
@@ -52,12 +66,12 @@ class Dispatcher:
     def open(self, worker: WorkerProcess) -> None:
         """Starts the process of a worker's place."""
         worker.handle = self.transport.create(worker.group.role, worker.slot)
-        worker.ready, worker.info, worker.homeless_since_s = False, None, None
-        self._fly(Attempt(worker, name="the start of its process"), encode(Describe()), (), 0)
+        worker.ready, worker.info, worker.unplaced_since_s = False, None, None
+        self._send(Attempt(worker, name="the start of its process"), encode(Describe()), (), 0)
 
     def look_at(self, worker: WorkerProcess) -> None:
         """Asks for a sign of life."""
-        self._fly(Attempt(worker, name="a sign of life"), encode(Describe()), (), 0)
+        self._send(Attempt(worker, name="a sign of life"), encode(Describe()), (), 0)
 
     def start_together(self, group: WorkerGroup) -> None:
         """Builds the workers that wait for it: those of a gang when all their processes are there."""
@@ -70,7 +84,7 @@ class Dispatcher:
             seat = group.seat(worker.rank, rendezvous, self.settings.call_timeout_s)
             bound = kind if self.settings.placement.bind_numa else None
             order = Start(seat, group.build, group.args, group.kwargs, os.getcwd(), bound, indices)
-            self._fly(Attempt(worker, name="its start"), encode(order), (), 0)
+            self._send(Attempt(worker, name="its start"), encode(order), (), 0)
 
     def started(self, worker: WorkerProcess) -> None:
         """The worker is built; one that joins a group that went on is led through the group's past first."""
@@ -80,6 +94,7 @@ class Dispatcher:
                 self._send_task(worker, change)
         if not worker.attempts:
             worker.group.free[worker] = None
+        worker.group.has_started = worker.group.has_started or all(each.ready for each in worker.group.workers)
         self.deaths.restarted(worker.group)
 
     # Calls.
@@ -91,16 +106,23 @@ class Dispatcher:
         task = Task(next(self._numbers), Call(group.role, verb.__name__, current_mark(), rows), group, verb, **fields)
         if task.changes:
             task.position, task.follows, group.last_position = task.seq, group.last_position, task.seq
+            group.last_change = task
         else:
             (group.taken if is_snapshot else group.reads).add(task)
         self.await_inputs(task)
-        group.enqueue(task)
-        self.dispatch(group)
+        if task.failure is None:
+            group.enqueue(task)
+            self.dispatch(group)
         return task
 
-    def snapshot(self, group: WorkerGroup, take: Callable[..., Any], restore: Callable[..., Any]) -> Ref[Any]:
-        """A read of the whole state, and the change that will stand for all before it once the read is done."""
-        taken = self.enqueue(group, take, arguments=(Arguments.of(()),), is_snapshot=True)
+    def snapshot(self, group: WorkerGroup, take: Callable[..., Any], restore: Callable[..., Any]) -> Ref[Any] | None:
+        """A read of the whole state, and the change that will stand for all before it once the read is done and copied.
+
+        None while the one before is not: snapshots are large, and must not gather.
+        """
+        if group.snapshots:
+            return None
+        taken = self.enqueue(group, take, arguments=(Arguments.of(()),), is_snapshot=True, after=group.last_change)
         ref: Ref[Any] = Ref(Output(taken, 0), taken.call)
         call = Call(group.role, restore.__name__, current_mark())
         base = Task(next(self._numbers), call, group, restore, changes=True, replaces=True, done=True)
@@ -126,7 +148,8 @@ class Dispatcher:
             while segment.ready and group.free:
                 task = segment.pop()
                 if not self._inputs_are_here(task):
-                    segment.add(task)
+                    if task.failure is None:
+                        segment.add(task)
                     continue
                 worker = next(iter(group.free))
                 del group.free[worker]
@@ -168,7 +191,7 @@ class Dispatcher:
             order = encode(self._build_run(task, arguments))
             # Where all workers get the same, it is written once.
             task.order = order if task.changes and task.split is None else None
-        self._fly(Attempt(worker, task), order, objects, 0 if task.changes else max(task.pieces, 1))
+        self._send(Attempt(worker, task), order, objects, 0 if task.changes else max(task.pieces, 1))
 
     def _build_run(self, task: Task, arguments: Arguments) -> Run:
         refs = enumerate(arguments.refs)
@@ -177,7 +200,7 @@ class Dispatcher:
             task.call, task.verb, arguments.skeleton, inline, task.pieces, task.position, task.follows, task.replaces
         )
 
-    def _fly(self, attempt: Attempt, order: bytes, inputs: Sequence[Any], num_objects: int) -> None:
+    def _send(self, attempt: Attempt, order: bytes, inputs: Sequence[Any], num_objects: int) -> None:
         worker = attempt.worker
         if not worker.attempts:
             worker.busy_since_s = time.monotonic()
@@ -195,7 +218,7 @@ class Dispatcher:
             self.flying.pop(attempt.key, None)
             self.failed.append((time.monotonic(), attempt, report.failure))
             return
-        self.land(attempt)
+        self.returned(attempt)
         if report.info is not None:
             if worker.info is None:
                 worker.info = report.info
@@ -208,7 +231,7 @@ class Dispatcher:
             node_id = worker.info.node_id if worker.info else ""
             self._take_result(worker, task, Result(attempt.objects, report.digests, node_id, report.value))
 
-    def land(self, attempt: Attempt) -> None:
+    def returned(self, attempt: Attempt) -> None:
         """The order is no longer with its worker, which may be free now."""
         worker = attempt.worker
         self.flying.pop(attempt.key, None)
@@ -228,7 +251,7 @@ class Dispatcher:
         group = task.group
         if task.changes and (len(task.results) < group.size or any(w.rank not in task.results for w in group.workers)):
             return
-        task.done = True
+        task.done, task.after = True, None
         self.deaths.repeated(task)
         if task in group.snapshots:
             self._keep_snapshot(task)
@@ -246,16 +269,24 @@ class Dispatcher:
             taken.group.add_base(taken, taken.group.snapshots.pop(taken))
         else:
             key, item, node_id = copy
-            self.copying[key] = (taken, item, node_id)
+            self.copying[key] = _Copy(taken, item, node_id, time.monotonic())
 
     def copied(self, key: Any, *, whole: bool) -> None:
         """A snapshot's copy is there, or will not be: where the snapshot itself is, it counts from here on."""
-        taken, item, node_id = self.copying.pop(key)
+        copy = self.copying.pop(key)
+        taken = copy.taken
         base = taken.group.snapshots.pop(taken)
         if whole:
-            taken.spare = (item, node_id)
+            taken.spare = (copy.item, copy.node_id)
+        else:
+            _log.warning("the snapshot of %s has no copy on another node: it was not made in time", taken.group.role)
         if taken.done:
             taken.group.add_base(taken, base)
+
+    def give_up_copies(self, before_s: float) -> None:
+        """No longer waits for copies that were begun before this moment."""
+        for key in [key for key, copy in self.copying.items() if copy.since_s < before_s]:
+            self.copied(key, whole=False)
 
     def fail(self, task: Task, error: Exception) -> None:
         """A failed read is told to who asks for it, and for what was to be made of it; a failed change or snapshot ends the run."""

@@ -185,6 +185,8 @@ class Host:
                 self._check_position(order)
                 args = restore_refs(order.skeleton, _interleave(values, order.inline))
                 value = order.verb(self._worker, *args)
+                if order.pieces:
+                    Pieces.check(value, order.call.verb, order.pieces)
         except Exception as error:  # noqa: BLE001  (told to the controller, which raises it)
             return nothing, Report(span=timer.span, failure=_describe_failure(error))
         if order.position is not None:
@@ -192,9 +194,6 @@ class Host:
             return (), Report(span=timer.span, value=value)
         if order.pieces == 0:
             return (value,), Report(span=timer.span)
-        if not isinstance(value, Pieces) or len(value.objects) != order.pieces:
-            broken = TypeError(f"{order.call.verb} promised {order.pieces} pieces and returned something else")
-            return nothing, Report(span=timer.span, failure=_describe_failure(broken))
         return value.objects, Report(span=timer.span, digests=value.digests)
 
     def _check_position(self, order: Run) -> None:

@@ -63,8 +63,7 @@ class InProcessRuntime:
     ) -> tuple[Ref[R], ...]:
         """See `Runtime.submit_pieces`."""
         pieces, call = self._run(group, verb, args, rows)
-        if not isinstance(pieces, Pieces) or len(pieces.objects) != count:
-            raise TypeError(f"{call.verb} promised {count} pieces and returned something else")
+        Pieces.check(pieces, call.verb, count)
         pairs = zip(pieces.objects, pieces.digests, strict=True)
         return tuple(Ref(_Here(value, digest), call) for value, digest in pairs)
 

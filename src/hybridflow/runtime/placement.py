@@ -19,6 +19,8 @@ from hybridflow.config.explain import shown
 from hybridflow.config.schema import nearest
 
 Kind = Literal["cpu", "gpu"]
+DEVICE_TYPES: dict[Kind, str] = {"cpu": "cpu", "gpu": "cuda"}
+"""What torch calls each kind."""
 Strategy = Literal["per_device", "per_node", "single"]
 
 # At most six digits, so that a slip of the keyboard asks for no more memory than a large cluster does.

@@ -45,6 +45,7 @@ class RayRuntime(Scheduler):
     def shutdown(self) -> None:
         """See `Runtime.shutdown`."""
         super().shutdown()
+        gc.unfreeze()
         self._leave()
 
     def _leave(self) -> None:

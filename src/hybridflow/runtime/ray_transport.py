@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -38,6 +39,8 @@ INLINE_BYTES = 4096
 """Largest result that Ray may pass through the controller instead of its store; so what the controller carries does not grow with data."""
 PROBE_S = 1.0
 """Seconds that a node has to take a connection before it counts as lost."""
+MAX_PROBES = 32
+"""Nodes asked at once."""
 LINGER_S, MAX_LINGER_S = 1e-4, 0.05
 """Seconds, for each call under way and at most, that a look at the answers waits for more of them."""
 SHARE = 0.001
@@ -98,7 +101,8 @@ class RayTransport:
         self._moved: dict[Slot, Slot] = {}
         self._groups: list[PlacementGroup] = []
         self._keepers: dict[str, Any] = {}
-        self._lost_nodes: set[str] = set()
+        self._answering: Inventory = ()
+        self._looked_s = 0.0
         self._reserve(placement)
 
     def create(self, role: str, slot: Slot | None) -> Any:
@@ -156,7 +160,7 @@ class RayTransport:
     def copy(self, item: Any, node_id: str) -> tuple[Any, Any, str] | None:
         """See `Transport.copy`; on the controller's own node if that is another one, since the run ends with it anyway."""
         here = ray.get_runtime_context().get_node_id()
-        others = [node.node_id for node in read_inventory() if node.node_id not in (node_id, *self._lost_nodes)]
+        others = [node.node_id for node in self._answering_nodes() if node.node_id != node_id]
         if not others:
             return None
         chosen = here if here in others else others[0]
@@ -165,6 +169,7 @@ class RayTransport:
                 ray.remote(_Keeper)
                 .options(
                     num_cpus=0,
+                    max_restarts=-1,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(chosen, soft=False),
                     runtime_env={"env_vars": _worker_environment(None)},
                 )
@@ -175,15 +180,14 @@ class RayTransport:
 
     def node_is_lost(self, node_id: str) -> bool:
         """See `Transport.node_is_lost`. Ray needs some seconds to declare a node dead; its port tells at once."""
-        node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
-        if node is None or not node["Alive"] or not answers(node["NodeManagerAddress"], node["NodeManagerPort"]):
-            self._lost_nodes.add(node_id)
-        return node_id in self._lost_nodes
+        self._looked_s = 0.0
+        return all(node.node_id != node_id for node in self._answering_nodes())
 
     def find_slot(self, slot: Slot, *, share: bool) -> Slot | None:
         """See `Transport.find_slot`."""
-        slot = self._moved.get(slot, slot)
-        alive = tuple(node for node in read_inventory() if not self.node_is_lost(node.node_id))
+        while slot in self._moved:
+            slot = self._moved[slot]
+        alive = self._answering_nodes()
         there = {node.node_id for node in alive}
         if slot.node_id in there:
             return slot
@@ -192,6 +196,19 @@ class RayTransport:
         if found is not None:
             self._moved[slot] = found
         return found
+
+    def _answering_nodes(self) -> Inventory:
+        """The nodes that take a connection now, or did within the last second; all are asked at once."""
+        if time.monotonic() - self._looked_s > PROBE_S:
+            nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+            with ThreadPoolExecutor(MAX_PROBES) as pool:
+                found = pool.map(
+                    lambda node: answers(node["NodeManagerAddress"], node["NodeManagerPort"]), nodes.values()
+                )
+                answering = {node_id for node_id, answer in zip(nodes, found, strict=True) if answer}
+            self._answering = tuple(node for node in read_inventory() if node.node_id in answering)
+            self._looked_s = time.monotonic()
+        return self._answering
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -209,8 +226,9 @@ class RayTransport:
             group = self._hold([placement.bundles[number] for number in numbers])
             for index, number in enumerate(numbers):
                 self._reserved[slots[number]] = (group, index)
-        for group in self._groups:
+        for group in list(self._groups):
             if not group.wait(self._start_timeout_s):
+                self.close()
                 raise ConfigError(
                     f"runtime.placement: {group.bundle_specs} could not be reserved within {self._start_timeout_s:g} s, others hold the "
                     "devices; free them, or take devices that are free"

@@ -35,34 +35,35 @@ class Repairs:
 
     # Deaths.
 
-    def bury(self, worker: WorkerProcess, cause: str) -> None:
-        """A worker is gone: names it, and sees that its place is taken and its work done again."""
-        node_id = worker.info.node_id if worker.info else ""
-        lost_node = bool(node_id) and self._transport.node_is_lost(node_id)
-        told = f"its node does not answer ({cause})" if lost_node else cause
-        self._dispatcher.deaths.record(worker, told, list(worker.attempts.values()))
-        if not lost_node:
+    def replace_dead(self, worker: WorkerProcess, cause: str) -> None:
+        """A worker is gone, or its whole node: names it, and sees that its place is taken and its work done again."""
+        deaths, groups = self._dispatcher.deaths, self._dispatcher.groups
+        node_id = worker.info.node_id if worker.info else worker.slot.node_id if worker.slot else ""
+        if not node_id or not self._transport.node_is_lost(node_id):
+            deaths.record([worker], cause)
             self._replace([worker])
             return
-        groups = self._dispatcher.groups
-        self._replace([w for group in groups for w in group.workers if w.info and w.info.node_id == node_id])
-        for task in [task for group in groups for task in (*group.taken, *group.reads)]:
-            if task.done and task.only_result().node_id == node_id:
-                self.remake(task)
+        gone = [
+            w for group in groups for w in group.workers if w is not worker and w.info and w.info.node_id == node_id
+        ]
+        deaths.record([worker, *gone], f"its node does not answer ({cause})")
+        # Snapshots first, because a group that starts again must not rely on one that is lost.
+        for task in [task for group in groups for task in group.taken]:
+            self._remake_if_on(task, node_id)
+        self._replace([worker, *gone])
+        for task in [task for group in groups for task in group.reads]:
+            self._remake_if_on(task, node_id)
+
+    def _remake_if_on(self, task: Task, node_id: str) -> None:
+        if task.done and task.only_result().node_id == node_id:
+            self.remake(task)
 
     def _replace(self, gone: Sequence[WorkerProcess]) -> None:
         for group in dict.fromkeys(worker.group for worker in gone):
-            dead = [worker for worker in gone if worker.group is group]
-            swept = list(group.workers) if group.gang else dead
-            needed = [task for worker in swept for task in self._clear(worker)]
-            if group.gang or any(group.changed_after(task) for task in needed):
-                swept = self._rewind(group, needed, swept)
-            else:
-                self._requeue(group, needed)
-            for worker in swept:
-                self._settle(worker, moved=worker in dead)
+            ended = list(group.workers) if group.gang else [worker for worker in gone if worker.group is group]
+            self._repeat(group, [task for worker in ended for task in self._end(worker)], ended)
 
-    def _clear(self, worker: WorkerProcess) -> list[Task]:
+    def _end(self, worker: WorkerProcess) -> list[Task]:
         """Ends a worker's process; returns the reads that it was to carry out. (The changes are in the group's past.)"""
         attempts, worker.attempts = list(worker.attempts.values()), {}
         dispatcher = self._dispatcher
@@ -76,23 +77,35 @@ class Repairs:
             worker.handle = None
         return [a.task for a in attempts if a.task is not None and not a.task.changes and not a.task.done]
 
-    def _requeue(self, group: WorkerGroup, reads: Sequence[Task]) -> None:
+    def _repeat(self, group: WorkerGroup, reads: Sequence[Task], ended: Sequence[WorkerProcess] = ()) -> None:
+        """Sees that reads, which were sent before, are made again from the state that they were sent for.
+
+        ended: workers of the group whose processes have ended; they get new ones. Of a gang, all.
+        """
         for task in reads:
             self._dispatcher.await_inputs(task)
-            group.segments[0].add(task)
+        reads = [task for task in reads if task.failure is None]
+        if (group.gang and ended) or any(group.changed_after(task) for task in reads):
+            ended = self._rewind(group, reads, ended)
+        else:
+            for task in reads:
+                group.segments[0].add(task)
+        for worker in ended:
+            self._reopen(worker)
 
     def _rewind(
-        self, group: WorkerGroup, needed: Sequence[Task], swept: Sequence[WorkerProcess]
-    ) -> list[WorkerProcess]:
-        """Queues the group's changes to go through again, from a snapshot or from weights that replaced all before.
+        self, group: WorkerGroup, reads: Sequence[Task], ended: Sequence[WorkerProcess]
+    ) -> Sequence[WorkerProcess]:
+        """Queues the group's changes to go through again, from a snapshot or from the build.
 
-        swept:   workers whose processes have ended.
-        returns: workers that need new ones: those, or all where the changes go back to the build.
+        returns: workers that need new processes: those of `ended`, or all where the changes go back to the build.
         """
-        for task in needed:
-            self._dispatcher.await_inputs(task)
         try:
-            as_they_are = group.requeue(needed)
+            as_they_are = group.requeue(reads)
+            if not as_they_are:
+                others = [worker for worker in group.workers if worker not in ended]
+                group.requeue([task for worker in others for task in self._end(worker)])
+                ended = group.workers
         except StateLostError:
             raise WorkersLostError(
                 f"the state of {group.role} is lost: no snapshot of it is left outside the workers that died; "
@@ -101,29 +114,23 @@ class Repairs:
         for change in group.queued_changes():
             self._dispatcher.await_inputs(change)
             change.results = change.results if change.done else {}
-        if as_they_are:
-            return list(swept)
-        for worker in group.workers:
-            if worker not in swept:
-                self._requeue(group, self._clear(worker))
-        return list(group.workers)
+        return list(ended)
 
-    def _settle(self, worker: WorkerProcess, *, moved: bool, share: bool = False) -> None:
-        """Gives a worker's place a process again: where it was, or where there is room."""
-        if worker.slot is not None and moved:
+    def _reopen(self, worker: WorkerProcess, *, share: bool = False) -> None:
+        """Gives a worker's place a process again: where it was if its node is there, else where there is room."""
+        if worker.slot is not None:
             found = self._transport.find_slot(worker.slot, share=share)
             if found is None:
-                worker.homeless_since_s = worker.homeless_since_s or time.monotonic()
+                worker.unplaced_since_s = worker.unplaced_since_s or time.monotonic()
                 return
             if found != worker.slot:
                 _log.warning("%s moves to another node", worker.label)
             worker.slot = found
         self._dispatcher.open(worker)
 
-    def _give_up_place(self, worker: WorkerProcess) -> None:
-        """No place is free for this worker: it shares one, or its group goes on without it, or the run ends."""
+    def _go_on_without(self, worker: WorkerProcess) -> None:
+        """No place is free for this worker: its group goes on smaller, or it shares a place, or the run ends."""
         group = worker.group
-        waited_s = self._settings.recovery.wait_for_node_s
         if group.size > 1:
             _log.warning("no place is free for %s; its group goes on with %d workers", worker.label, group.size - 1)
             group.remove(worker)
@@ -131,11 +138,11 @@ class Repairs:
                 self._dispatcher.finish(change)
             self._dispatcher.start_together(group)
             return
-        self._settle(worker, moved=True, share=True)
-        if worker.homeless_since_s is not None:
+        self._reopen(worker, share=True)
+        if worker.unplaced_since_s is not None:
             raise WorkersLostError(
-                f"no place is left for {worker.label}: for {waited_s:g} s no node had a device of its kind; add a node, or raise "
-                "runtime.recovery.wait_for_node_s"
+                f"no place is left for {worker.label}: for {self._settings.recovery.wait_for_node_s:g} s no node had a device of its kind; "
+                "add a node, or raise runtime.recovery.wait_for_node_s"
             )
         _log.warning("no place is free for %s; it shares one", worker.label)
 
@@ -151,34 +158,22 @@ class Repairs:
         if task in task.group.taken:
             return  # a snapshot is of a moment that does not come again; an older one, or a newer, has to do
         _log.warning("the result of %s is lost with its node; it is made again", task.call)
-        if task.group.changed_after(task):
-            for worker in self._rewind(task.group, [task], []):
-                self._settle(worker, moved=False)
-        else:
-            self._requeue(task.group, [task])
+        self._repeat(task.group, [task])
 
     def input_lost(self, attempt: Attempt, answer: InputLost) -> None:
         """An order could not run for want of an input: that is made again first."""
         task, worker = attempt.task, attempt.worker
-        self._dispatcher.land(attempt)
+        self._dispatcher.returned(attempt)
         if task is None:
             return
-        lost = [needed for needed in task.inputs() if answer.lost is None or needed.made(answer.lost)]
-        self._count_attempt(task, worker)
-        for needed in lost:
+        self._dispatcher.deaths.count_attempt(task, worker, f"{worker.name_of(task.call)} has lost its inputs")
+        for needed in [needed for needed in task.inputs() if answer.lost is None or needed.made(answer.lost)]:
             if needed.done:
                 self.remake(needed)
         if task.changes:
             self._replace([worker])
         else:
-            self._requeue(worker.group, [task])
-
-    def _count_attempt(self, task: Task, worker: WorkerProcess) -> None:
-        task.deaths[worker.rank] += 1
-        if task.deaths[worker.rank] > self._settings.recovery.max_attempts:
-            raise WorkersLostError(
-                f"{worker.name_of(task.call)} has lost its inputs {task.deaths[worker.rank]} times; look at the nodes' health"
-            )
+            self._repeat(worker.group, [task])
 
     # Errors of a verb: never repaired, because they would come again.
 
@@ -197,59 +192,69 @@ class Repairs:
                 continue
             dispatcher.failed = [entry for entry in dispatcher.failed if entry not in together]
             for _, each, _ in together:
-                dispatcher.land(each)
+                dispatcher.returned(each)
             _, first, cause = min(
                 together, key=lambda entry: (entry[2].kind == PeerLostError.__name__, entry[2].time_s)
             )
-            self._convict(first, cause)
+            self._answer_failure(first, cause, only_peers)
             return
 
-    def _convict(self, attempt: Attempt, failure: Failure) -> None:
-        what = (
-            f"{attempt} failed on {attempt.worker.label}" if attempt.task else f"{attempt.worker.label} could not start"
-        )
+    def _answer_failure(self, attempt: Attempt, failure: Failure, only_peers: bool) -> None:
+        """Raises what failed, unless the ranks have only lost sight of each other, or a worker cannot start again: that is a death."""
+        worker, task = attempt.worker, attempt.task
+        if only_peers or (task is None and worker.group.has_started):
+            self.replace_dead(worker, f"{attempt} failed: {failure.kind}: {failure.text}")
+            return
+        what = f"{attempt} failed on {worker.label}" if task else f"{worker.label} could not start"
         error = WorkerError(f"{what}: {failure.kind}: {failure.text}\n{failure.trace}")
-        if attempt.task is None:
+        if task is None:
             raise error
-        self._dispatcher.fail(attempt.task, error)
+        self._dispatcher.fail(task, error)
 
     # Clocks.
 
     def look(self) -> None:
-        """Now and then: names who has not answered in time, asks the idle for a sign of life, finds places for the homeless."""
+        """Now and then: names who has not answered in time, asks the idle for a sign of life, finds places for those without."""
         now_s = time.monotonic()
         if now_s - self._looked_s < min(LOOK_S, self._settings.call_timeout_s / 4):
             return
         self._looked_s = now_s
-        workers = [worker for group in self._dispatcher.groups for worker in group.workers]
-        for worker in workers:
-            if worker.homeless_since_s is not None:
-                self._house(worker, now_s)
+        for worker in [worker for group in self._dispatcher.groups for worker in group.workers]:
+            if worker.unplaced_since_s is not None:
+                self._find_place(worker, now_s)
             elif worker.attempts:
                 self._check_silence(worker, now_s - worker.busy_since_s)
+        self._dispatcher.give_up_copies(now_s - self._settings.call_timeout_s)
+        self._ask_the_idle()
+
+    def _ask_the_idle(self) -> None:
+        workers = [worker for group in self._dispatcher.groups for worker in group.workers]
         idle = [worker for worker in workers if worker.ready and not worker.attempts]
         for worker in (idle[self._next_look :] + idle[: self._next_look])[:MAX_LOOKED_AT]:
             self._dispatcher.look_at(worker)
         self._next_look = (self._next_look + MAX_LOOKED_AT) % max(len(idle), 1)
 
-    def _house(self, worker: WorkerProcess, now_s: float) -> None:
-        self._settle(worker, moved=True)
-        since_s = worker.homeless_since_s
+    def _find_place(self, worker: WorkerProcess, now_s: float) -> None:
+        self._reopen(worker)
+        since_s = worker.unplaced_since_s
         if since_s is not None and now_s - since_s > self._settings.recovery.wait_for_node_s:
-            self._give_up_place(worker)
+            self._go_on_without(worker)
 
     def _check_silence(self, worker: WorkerProcess, silent_s: float) -> None:
         attempt = next(iter(worker.attempts.values()))
         settings = self._settings
-        if not worker.ready:
-            if silent_s > settings.start_timeout_s:
-                raise WorkerError(
-                    f"the controller waited {settings.start_timeout_s:g} s for {attempt}; look at that node, or raise "
-                    "runtime.start_timeout_s"
-                )
-        elif silent_s > settings.call_timeout_s:
-            waiting = f"{self._who_waits(attempt)} waited {settings.call_timeout_s:g} s for {attempt}"
-            self.bury(worker, f"{waiting}; look at that worker, or raise runtime.call_timeout_s")
+        if worker.ready:
+            if silent_s > settings.call_timeout_s:
+                waiting = f"{self._who_waits(attempt)} waited {settings.call_timeout_s:g} s for {attempt}"
+                self.replace_dead(worker, f"{waiting}; look at that worker, or raise runtime.call_timeout_s")
+        elif worker.slot is not None and self._transport.node_is_lost(worker.slot.node_id):
+            self.replace_dead(worker, "its process did not come")
+        elif silent_s > settings.start_timeout_s:
+            waiting = f"the controller waited {settings.start_timeout_s:g} s for {attempt}"
+            told = f"{waiting}; look at that node, or raise runtime.start_timeout_s"
+            if not worker.group.has_started:
+                raise WorkerError(told)
+            self.replace_dead(worker, told)
 
     def _who_waits(self, attempt: Attempt) -> str:
         task = attempt.task

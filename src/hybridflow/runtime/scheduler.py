@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hybridflow.batch import Batch
-from hybridflow.runtime.api import Closeable, Group, Pieces, RuntimeSettings, Seat, Split, WorkerError
+from hybridflow.runtime.api import Closeable, Group, Pieces, RuntimeSettings, Seat, Split, WorkerError, WorkersLostError
 from hybridflow.runtime.dispatch import flatten_refs, restore_refs
 from hybridflow.runtime.dispatcher import Dispatcher, object_of
 from hybridflow.runtime.host import Close, decode, encode
@@ -39,6 +39,7 @@ class Scheduler:
         self._dispatcher = Dispatcher(transport, settings, placement)
         self._repairs = Repairs(self._dispatcher)
         self._cpu_s = time.process_time()
+        self._lost: WorkersLostError | None = None
 
     def place(self, role: str, build: Callable[Concatenate[Seat, P], W], *args: P.args, **kwargs: P.kwargs) -> Group[W]:
         """See `Runtime.place`."""
@@ -132,12 +133,6 @@ class Scheduler:
         self._dispatcher.groups, self._dispatcher.flying, self._dispatcher.copying = [], {}, {}
         self._transport.close()
 
-    def num_open_calls(self) -> int:
-        """Calls that the books hold: queued, under way, or kept for a restart. Flat over a long run."""
-        groups = self._dispatcher.groups
-        queued = sum(len(segment.tasks()) for group in groups for segment in group.segments)
-        return queued + len(self._dispatcher.flying) + sum(len(group.catch_up()) for group in groups)
-
     def _wait(self, tasks: Sequence[Task]) -> None:
         """Until the calls are done, or one of them has failed. The clocks of the workers bound it."""
         stuck_since_s = None
@@ -155,7 +150,8 @@ class Scheduler:
 
     def _is_moving(self) -> bool:
         groups = self._dispatcher.groups
-        return bool(self._dispatcher.flying) or any(w.homeless_since_s is not None for g in groups for w in g.workers)
+        asked = (a for a in self._dispatcher.flying.values() if a.task or not a.worker.ready)
+        return any(asked) or any(w.unplaced_since_s is not None for g in groups for w in g.workers)
 
     def _fetch(self, refs: Sequence[Ref[Any]]) -> list[Any] | None:
         """The values; None where some were lost on the way and are made again. Bounded by `call_timeout_s`."""
@@ -173,7 +169,8 @@ class Scheduler:
                 self._dispatcher.received_bytes += sum(_size_of(value) for value in fetched)
                 rest = iter(fetched)
                 return [ref.handle.task.values() if ref.handle.piece is None else next(rest) for ref in refs]
-            self._pump(0.0)
+            if self._lost is None:
+                self._pump(0.0)
             if not all(ref.handle.task.done for ref in refs):
                 return None
             if time.monotonic() > give_up_s:
@@ -184,6 +181,15 @@ class Scheduler:
 
     def _pump(self, timeout_s: float) -> None:
         """One turn: send, wait for answers, look at the clocks."""
+        if self._lost is not None:
+            raise self._lost
+        try:
+            self._turn(timeout_s)
+        except WorkersLostError as error:
+            self._lost = error
+            raise
+
+    def _turn(self, timeout_s: float) -> None:
         dispatcher = self._dispatcher
         for group in dispatcher.groups:
             dispatcher.dispatch(group)
@@ -204,7 +210,7 @@ class Scheduler:
             if attempt is None:
                 continue  # its worker was given up meanwhile
             if isinstance(answer, Died):
-                self._repairs.bury(attempt.worker, answer.cause)
+                self._repairs.replace_dead(attempt.worker, answer.cause)
             elif isinstance(answer, InputLost):
                 self._repairs.input_lost(attempt, answer)
             else:

@@ -75,6 +75,7 @@ class Task:
     deaths: Counter[int] = field(default_factory=Counter)
     missing: int = 0
     sent: bool = False
+    after: Task | None = None
     past: Past | None = None
     dependents: dict[Task, None] = field(default_factory=dict)
     spare: tuple[Any, str] | None = None
@@ -84,7 +85,8 @@ class Task:
         """The calls whose results this one needs before it can go: those described until it is divided, then those referenced."""
         if self.split is not None and not self.arguments:
             return {ref.handle.task: None for ref in self.described}
-        return {ref.handle.task: None for arguments in self.arguments for ref in arguments.refs}
+        refs = {ref.handle.task: None for arguments in self.arguments for ref in arguments.refs}
+        return {**refs, **({self.after: None} if self.after else {})}
 
     def divide(self, size: int) -> None:
         """Makes the arguments of `size` workers from the digests of what they describe; where all get the same there is nothing to do."""
@@ -157,7 +159,7 @@ class WorkerProcess:
     handle: Any = None
     info: HostInfo | None = None
     ready: bool = False
-    homeless_since_s: float | None = None
+    unplaced_since_s: float | None = None
     attempts: dict[Any, Attempt] = field(default_factory=dict)
     busy_since_s: float = 0.0
 
@@ -206,7 +208,7 @@ class WorkerGroup:
     remembers: whether the past is kept; without it, and so without snapshots, the state goes with the first worker that dies.
     past:      of the present state: that after all changes that were sent; None is that of the build.
     replays:   changes at the head of the queue that lead back to the present state; `replayed`: those that have gone out again.
-    taken:     snapshots that somebody still holds.
+    taken:     snapshots that somebody still holds; `snapshots`: those that do not count yet, with the changes that will stand for them.
     """
 
     role: str
@@ -226,7 +228,9 @@ class WorkerGroup:
     reads: weakref.WeakSet[Task] = field(default_factory=weakref.WeakSet)
     taken: weakref.WeakSet[Task] = field(default_factory=weakref.WeakSet)
     snapshots: dict[Task, Task] = field(default_factory=dict)
+    has_started: bool = False
     last_position: int | None = None
+    last_change: Task | None = None
     forgot: bool = False
 
     @property
@@ -330,7 +334,7 @@ class WorkerGroup:
         # It is never taken again, and what it held of the past would hold all before.
         taken.past = None
         self.past = renewed.get(self.past, self.past)
-        for read in self.reads:
+        for read in (*self.reads, *self.taken):
             read.past = renewed.get(read.past, read.past)
 
     def _since(self, past: Past | None) -> list[Past]:
