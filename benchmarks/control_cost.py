@@ -122,6 +122,10 @@ class StubTransport(RayTransport):
         sent = process.call(num_objects + 1, handle, order, *inputs)
         return (sent, ()) if not num_objects else (sent[-1], tuple(sent[:-1]))
 
+    def node_is_lost(self, node_id: str) -> bool:
+        """See `Transport.node_is_lost`: the stubs' node is none that could be asked."""
+        return False
+
     def kill(self, handle: Any) -> None:
         """See `Transport.kill`."""
 

@@ -18,13 +18,13 @@ import pytest
 
 from hybridflow.runtime import deaths, dispatcher, repairs, scheduler
 from hybridflow.runtime.api import Pieces, RecoverySettings, RuntimeSettings, Seat
-from hybridflow.runtime.host import Describe, Host, Run
+from hybridflow.runtime.host import Describe, Host, Run, Start
 from hybridflow.runtime.placement import Placement, PlacementSettings, RolePlacement, Slot
 from hybridflow.runtime.scheduler import Scheduler
 from hybridflow.runtime.transport import Died, InputLost, ObjectLostError
 
 TURN_S = 0.01
-MAX_TURNS = 4000
+MAX_TURNS = 10_000
 CONTROLLER_NODE = "controller"
 """Where copies go; it is never lost."""
 
@@ -67,8 +67,8 @@ class Ledger:
 
     def share(self, label: int, rank: int, size: int, digests: tuple[int, ...], *own: int) -> int:
         """A change by the digests of all shares; each worker makes sure that its own share came."""
-        if [mix(value) for value in own] != list(digests[rank::size]) or rank != self.seat.rank:
-            raise ValueError(f"rank {self.seat.rank} got the share of rank {rank} of {size}: {own}")
+        if [mix(value) for value in own] != list(digests[rank::size]):
+            raise ValueError(f"worker {self.seat.rank} did not get share {rank} of {size}: {own}")
         self.state = mix("share", self.state, label, *digests)
         return self.state
 
@@ -113,7 +113,11 @@ class Item:
 
 @dataclass(eq=False)
 class Letter:
-    """One order on its way; it is its own key. `answer`: what came of it, which the controller has not seen yet."""
+    """One order on its way; it is its own key.
+
+    answer:  what came of it, which the controller has not seen yet.
+    has_met: whether all ranks were there at once, for a change in which they meet.
+    """
 
     process: Process
     order: Any
@@ -121,16 +125,22 @@ class Letter:
     inputs: tuple[Item, ...]
     objects: tuple[Item, ...]
     answer: Answer | None = None
+    has_met: bool = False
 
     @property
     def name(self) -> str:
         """`describe`, `start`, `close`, or the name of a verb."""
         return self.order.verb.__name__ if isinstance(self.order, Run) else type(self.order).__name__.lower()
 
+    @property
+    def position(self) -> int | None:
+        """Of a change, its place among those of its group."""
+        return self.order.position if isinstance(self.order, Run) else None
+
 
 @dataclass(eq=False)
 class Process:
-    """A host, and the orders that were sent to it, oldest first."""
+    """A host, and the orders that were sent to it, oldest first. `size`: workers of its group when it started."""
 
     number: int
     role: str
@@ -138,6 +148,7 @@ class Process:
     host: Host
     letters: deque[Letter] = field(default_factory=deque)
     alive: bool = True
+    size: int = 0
 
     @property
     def node_id(self) -> str:
@@ -170,6 +181,7 @@ class World:
     spares: slots that nobody has, for workers of lost nodes.
     seed:   orders are carried out and answered in this random order; None: at once, but for what `hold` keeps back.
     hold:   orders that are not begun, by process and name.
+    meets:  roles whose workers make no change (but restoring) before all of them have come to it, as in a collective.
     copies: "early": copies are there at the next turn; "late": at some turn (or, without a seed, where `copies` is set to "early");
             "never": they fail; "none": there is no other node.
     """
@@ -180,6 +192,7 @@ class World:
         self.lost_nodes: set[str] = set()
         self.copies = "early"
         self.hold: Callable[[Process, str], bool] = lambda process, name: False
+        self.meets: set[str] = set()
         self.slow_fetches = 0
         self.turn = 0
         self.sent: list[tuple[int, str]] = []
@@ -233,6 +246,8 @@ class World:
         if not handle.alive:
             letter.answer = Died("dead")
         handle.letters.append(letter)
+        if isinstance(letter.order, Start):
+            handle.size = letter.order.seat.size
         if not isinstance(letter.order, Describe):
             self.sent.append((handle.number, letter.name))
         return letter, objects
@@ -310,12 +325,25 @@ class World:
             if letter.answer is None:
                 if not process.alive or self.hold(process, letter.name) or self._is_late(0.4):
                     return
+                if not self._has_met(letter):
+                    return
                 letter.answer = self._carry_out(letter)
+
+    def _has_met(self, letter: Letter) -> bool:
+        process, position = letter.process, letter.position
+        if letter.has_met or position is None or letter.name == "restore" or process.role not in self.meets:
+            return True
+        first = [next((each for each in p.letters if each.answer is None), None) for p in self.alive(process.role)]
+        there = [each for each in first if each is not None and each.position == position and each.name == letter.name]
+        if len(there) == process.size:
+            for each in there:
+                each.has_met = True
+        return letter.has_met
 
     def _carry_out(self, letter: Letter) -> Answer:
         lost = [item for item in letter.inputs if item.node_id in self.lost_nodes]
         if lost:
-            return InputLost(None if self._is_late(0.3) else lost[0])
+            return InputLost(lost[0])
         answer = letter.process.host.answer(letter.data, *(item.value for item in letter.inputs))
         if not letter.objects:
             return bytes(answer)
