@@ -13,7 +13,7 @@ from typing import Any
 from hybridflow.observability.phases import current_mark
 from hybridflow.runtime.api import RuntimeSettings
 from hybridflow.runtime.deaths import DeathRegister
-from hybridflow.runtime.host import Describe, Failure, HostInfo, Report, Run, Start, encode
+from hybridflow.runtime.host import BUILT, Describe, Failure, HostInfo, Report, Run, Start, encode
 from hybridflow.runtime.placement import DEVICE_TYPES, Placement, Slot
 from hybridflow.runtime.tasks import Arguments, Attempt, Output, Result, Task, WorkerGroup, WorkerProcess
 from hybridflow.runtime.transport import Transport
@@ -75,7 +75,8 @@ class Dispatcher:
 
     def start_together(self, group: WorkerGroup) -> None:
         """Builds the workers that wait for it: those of a gang when all their processes are there."""
-        fresh = [worker for worker in group.workers if worker.info and not worker.ready and not worker.attempts]
+        waiting = [worker for worker in group.workers if worker.info and not worker.ready and not worker.attempts]
+        fresh = [worker for worker in waiting if worker not in group.joining]
         if group.gang and len(fresh) < group.size:
             return
         rendezvous = _choose_rendezvous([worker.info for worker in fresh if worker.info]) if group.gang else None
@@ -87,15 +88,21 @@ class Dispatcher:
             self._send(Attempt(worker, name="its start"), encode(order), (), 0)
 
     def started(self, worker: WorkerProcess) -> None:
-        """The worker is built; one that joins a group that went on is led through the group's past first."""
+        """The worker is built; one that joins a group that went on is led through the group's past first, once its inputs are there."""
+        group = worker.group
+        changes = [] if group.gang else group.catch_up()
+        if not all(needed.done for change in changes for needed in change.inputs()):
+            group.joining[worker] = None
+            return
+        group.joining.pop(worker, None)
         worker.ready = True
-        if not worker.group.gang:
-            for change in worker.group.catch_up():
-                self._send_task(worker, change)
+        for change in changes:
+            change.divide(group.size)
+            self._send_task(worker, change)
         if not worker.attempts:
-            worker.group.free[worker] = None
-        worker.group.has_started = worker.group.has_started or all(each.ready for each in worker.group.workers)
-        self.deaths.restarted(worker.group)
+            group.free[worker] = None
+        group.has_started = group.has_started or all(each.ready for each in group.workers)
+        self.deaths.restarted(group)
 
     # Calls.
 
@@ -125,10 +132,10 @@ class Dispatcher:
         taken = self.enqueue(group, take, arguments=(Arguments.of(()),), is_snapshot=True, after=group.last_change)
         ref: Ref[Any] = Ref(Output(taken, 0), taken.call)
         call = Call(group.role, restore.__name__, current_mark())
-        base = Task(next(self._numbers), call, group, restore, changes=True, replaces=True, done=True)
+        base = Task(next(self._numbers), call, group, restore, changes=True, replaces=True, done=True, sent=True)
         base.arguments = (Arguments.of((ref,)),)
         # The state that it restores is the one that the change before the snapshot left.
-        base.position = group.last_position
+        base.position = BUILT if group.last_position is None else group.last_position
         group.snapshots[taken] = base
         return ref
 
@@ -143,6 +150,8 @@ class Dispatcher:
 
     def dispatch(self, group: WorkerGroup) -> None:
         """Sends what can go: reads of the first segment to free workers, and once they are all out, the change behind them."""
+        for worker in list(group.joining):
+            self.started(worker)
         while True:
             segment = group.segments[0]
             while segment.ready and group.free:
@@ -184,7 +193,7 @@ class Dispatcher:
         return False
 
     def _send_task(self, worker: WorkerProcess, task: Task) -> None:
-        arguments = task.arguments_of(worker.rank)
+        arguments = task.arguments_for(worker)
         objects = [object_of(ref) for ref in arguments.refs if ref.handle.piece is not None]
         order = task.order
         if order is None:
@@ -276,6 +285,8 @@ class Dispatcher:
         copy = self.copying.pop(key)
         taken = copy.taken
         base = taken.group.snapshots.pop(taken)
+        if not whole and taken.done and self.transport.node_is_lost(taken.only_result().node_id):
+            return  # the snapshot itself is gone with its node, and what was before it must stay
         if whole:
             taken.spare = (copy.item, copy.node_id)
         else:

@@ -25,6 +25,9 @@ from hybridflow.runtime.binding import bind_worker
 from hybridflow.runtime.dispatch import restore_refs
 from hybridflow.types import Call, Span
 
+BUILT = -1
+"""Place of the state that a worker has when it is built."""
+
 
 @dataclass(frozen=True)
 class Describe:
@@ -137,7 +140,7 @@ class Host:
         self._node_id, self._address = node_id, address
         self._worker: Any = None
         self._rank = 0
-        self._position: int | None = None
+        self._position = BUILT
 
     def answer(self, order: bytes, *values: Any) -> Any:
         """Carries out one order; returns the objects, and last the pickled `Report`. Raises nothing that a verb raised."""
@@ -197,7 +200,11 @@ class Host:
         return value.objects, Report(span=timer.span, digests=value.digests)
 
     def _check_position(self, order: Run) -> None:
-        if order.position is None or order.resets or order.follows == self._position:
+        if (
+            order.position is None
+            or order.resets
+            or (BUILT if order.follows is None else order.follows) == self._position
+        ):
             return
         raise OutOfOrderError(
             f"call {order.position} changes the state that call {order.follows} left, but this worker's last change was "

@@ -71,6 +71,7 @@ class Repairs:
             dispatcher.flying.pop(attempt.key, None)
         dispatcher.failed = [entry for entry in dispatcher.failed if entry[1].worker is not worker]
         worker.group.free.pop(worker, None)
+        worker.group.joining.pop(worker, None)
         worker.ready, worker.info = False, None
         if worker.handle is not None:
             self._transport.kill(worker.handle)
@@ -156,7 +157,12 @@ class Repairs:
             return
         task.results, task.done = {}, False
         if task in task.group.taken:
-            return  # a snapshot is of a moment that does not come again; an older one, or a newer, has to do
+            # It is of a moment that does not come again; an older one, or a newer, has to do.
+            task.failure = WorkersLostError(f"the state of {task.group.role} is lost: {task.call} went with its node")
+            dependents, task.dependents = task.dependents, {}
+            for dependent in dependents:
+                self._dispatcher.fail(dependent, task.failure)
+            return
         _log.warning("the result of %s is lost with its node; it is made again", task.call)
         self._repeat(task.group, [task])
 
@@ -167,9 +173,8 @@ class Repairs:
         if task is None:
             return
         self._dispatcher.deaths.count_attempt(task, worker, f"{worker.name_of(task.call)} has lost its inputs")
-        for needed in [needed for needed in task.inputs() if answer.lost is None or needed.made(answer.lost)]:
-            if needed.done:
-                self.remake(needed)
+        for needed in [needed for needed in task.inputs() if needed.done and needed.made(answer.lost)]:
+            self.remake(needed)
         if task.changes:
             self._replace([worker])
         else:

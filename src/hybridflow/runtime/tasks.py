@@ -95,9 +95,9 @@ class Task:
         digests = [ref.handle.task.digest(ref.handle.piece) for ref in self.described]
         self.arguments = tuple(Arguments.of(args) for args in self.split(digests, size))
 
-    def arguments_of(self, rank: int) -> Arguments:
-        """What the worker of this rank is given."""
-        return self.arguments[rank if self.split is not None else 0]
+    def arguments_for(self, worker: WorkerProcess) -> Arguments:
+        """What the worker is given."""
+        return self.arguments[0 if self.split is None else self.group.workers.index(worker)]
 
     def digest(self, piece: int) -> Any:
         """The digest of one of its objects; None where its verb gave none."""
@@ -208,6 +208,7 @@ class WorkerGroup:
     remembers: whether the past is kept; without it, and so without snapshots, the state goes with the first worker that dies.
     past:      of the present state: that after all changes that were sent; None is that of the build.
     replays:   changes at the head of the queue that lead back to the present state; `replayed`: those that have gone out again.
+    joining:   workers that are built, and wait for what the group's past was made of.
     taken:     snapshots that somebody still holds; `snapshots`: those that do not count yet, with the changes that will stand for them.
     """
 
@@ -229,6 +230,7 @@ class WorkerGroup:
     taken: weakref.WeakSet[Task] = field(default_factory=weakref.WeakSet)
     snapshots: dict[Task, Task] = field(default_factory=dict)
     has_started: bool = False
+    joining: dict[WorkerProcess, None] = field(default_factory=dict)
     last_position: int | None = None
     last_change: Task | None = None
     forgot: bool = False
@@ -273,7 +275,9 @@ class WorkerGroup:
             return
         if not self.remembers:
             self.forgot = self.forgot or not change.replaces
-        self.past = Past(change, self.past if self.remembers and not change.replaces else None)
+        # A worker that comes late has to make a change that is still waited for, also where another has replaced its state.
+        cut = change.replaces and all(before.done for before in (self.past.changes() if self.past else []))
+        self.past = Past(change, self.past if self.remembers and not cut else None)
 
     def requeue(self, needed: Iterable[Task]) -> bool:
         """Queues what leads to the state before each needed read, the read, and what leads back to the present state, before the rest.
@@ -302,7 +306,9 @@ class WorkerGroup:
 
     def _starts_anywhere(self, changes: Sequence[Task]) -> bool:
         """Whether the first change needs no state before it; else they lead on from the build."""
-        if changes and changes[0].replaces and all(task.done for task in changes[0].inputs()):
+        # Whatever else it needs can be made again.
+        lost = changes and any(not task.done and task in task.group.taken for task in changes[0].inputs())
+        if changes and changes[0].replaces and not lost:
             return True
         if self.forgot or (changes and changes[0].replaces):
             raise StateLostError(self.role)
@@ -328,9 +334,14 @@ class WorkerGroup:
 
     def add_base(self, taken: Task, base: Task) -> None:
         """Puts a snapshot in the place of what was before it, in the past of the present state and of the reads since."""
+        since = self._since(taken.past)
+        if not since and self.past is not taken.past:
+            taken.past = None
+            return  # the state was replaced meanwhile, and does not follow from the snapshot
         renewed: dict[Past | None, Past] = {taken.past: Past(base, None)}
-        for past in self._since(taken.past):
-            renewed[past] = Past(past.change, None if past.change.replaces else renewed[past.before])
+        for past in since:
+            is_cut = past.before is None and past.change.replaces
+            renewed[past] = Past(past.change, None if is_cut else renewed[past.before])
         # It is never taken again, and what it held of the past would hold all before.
         taken.past = None
         self.past = renewed.get(self.past, self.past)

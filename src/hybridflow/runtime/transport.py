@@ -18,7 +18,7 @@ class Died:
 
 @dataclass(frozen=True)
 class InputLost:
-    """An order could not run: this one of its inputs (None: it is not known which) went with the node that kept it."""
+    """An order could not run: this one of its inputs went with the node that kept it."""
 
     lost: Any
 
