@@ -1,6 +1,6 @@
 """What the controller itself costs: CPU seconds and bytes of a step, from 1 to 1,000 workers that compute nothing.
 
-    python benchmarks/control_cost.py --workers 1 10 100 1000 --output docs/control_cost.json
+    python benchmarks/control_cost.py --workers 1 2 10 30 100 300 1000 --processes 8 --plot docs/control_cost.svg
 
 The roles' facades, the scheduler and Ray are the real ones, and so are the data's columns and sizes (8,192 sequences of 2,048 tokens go
 through Ray's store). Stubs stand in for the verbs of the workers, and a few processes hold many workers each, since no single machine
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -143,6 +144,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps measured, after two that are not")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--output", help="file for the table as JSON")
+    parser.add_argument("--plot", help="file for CPU seconds over workers as SVG")
     arguments = parser.parse_args()
     environment = {
         "env_vars": {"RAY_max_direct_call_object_size": "4096", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
@@ -157,6 +159,8 @@ def main() -> None:
     ]
     if arguments.output:
         Path(arguments.output).write_text(json.dumps(lines, indent=1) + "\n")
+    if arguments.plot:
+        Path(arguments.plot).write_text(draw(lines))
 
 
 def measure(workers: int, tokens: int, steps: int, processes: int) -> dict[str, float]:
@@ -189,6 +193,40 @@ def measure(workers: int, tokens: int, steps: int, processes: int) -> dict[str, 
     }
     print(json.dumps(line), flush=True)
     return line
+
+
+def draw(lines: Sequence[dict[str, float]]) -> str:
+    """CPU seconds of a step over the number of workers (logarithmic), in all threads and in the main one, as SVG."""
+    width, height, left, bottom = 640, 320, 60, 270
+    top_s = max(0.6, 1.1 * max(line["cpu_s"] for line in lines))
+
+    def at(workers: float, seconds: float) -> str:
+        return f"{left + 540 * math.log10(workers) / 3:.1f},{bottom - 230 * seconds / top_s:.1f}"
+
+    marks = [
+        f'<text x="{left + 540 * power / 3:.0f}" y="{bottom + 20}" text-anchor="middle">{10**power}</text>'
+        for power in range(4)
+    ]
+    for tenths in range(0, int(10 * top_s) + 1, 2):
+        y = bottom - 230 * tenths / 10 / top_s
+        marks.append(f'<path d="M{left} {y:.1f}H{left + 540}" stroke="#e2e8f0"/>')
+        marks.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{tenths / 10:.1f}</text>')
+    for name, colour, label_y in (("cpu_s", "#2563eb", 40), ("thread_s", "#d97706", 58)):
+        ordered = sorted(lines, key=lambda line: line["workers"])
+        points = [at(line["workers"], line[name]) for line in ordered]
+        marks.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        dots = (point.split(",") for point in points)
+        marks += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in dots]
+        told = "all threads of the controller" if name == "cpu_s" else "its main thread"
+        marks.append(f'<text x="{left + 12}" y="{label_y}" fill="{colour}">{told}</text>')
+    marks.append(f'<text x="{left + 270}" y="{height - 8}" text-anchor="middle">workers</text>')
+    marks.append(f'<text x="{left}" y="18">CPU seconds of a step: 8,192 sequences of 2,048 tokens</text>')
+    body = "\n".join(marks)
+    style = 'font-family="sans-serif" font-size="12" fill="#334155"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" {style}>'
+        f'\n<rect width="100%" height="100%" fill="white"/>\n{body}\n</svg>\n'
+    )
 
 
 def place(role: str, count: int) -> RolePlacement:
