@@ -116,7 +116,9 @@ class Job:
         is_last = self._data.exhausted or step == self.num_steps
         values |= self._evaluate(step, is_last)
         spans = self.runtime.spans()
-        values |= {f"time/{name}_s": last(seconds) for name, seconds in phase_times(spans).items()}
+        # A snapshot of the step before may end after that step was closed.
+        own = [span for span in spans if span.step == step]
+        values |= {f"time/{name}_s": last(seconds) for name, seconds in phase_times(own).items()}
         values |= self._time_step(values, spans) | self.runtime.metrics()
         self.run.log_phases(spans)
         self.run.log_recoveries(self.runtime.recoveries())
