@@ -191,9 +191,8 @@ def test_the_page_on_trainers_and_generators_apart(task: Path) -> None:
         "  4  actor.update           24 rows  each of 2  reads 1 rollout.rollout, 2 reward.score, 3 reference.log_prob\n"
         "  5  actor.snapshot                  any of 2   after 4 actor.update\n"
         "  6  actor.weights                   any of 2   after 4 actor.update\n"
-        "  7  rollout.load_weights            each of 3  reads 6 actor.weights\n"
         "next step\n"
-        "     rollout.rollout ×3     24 rows  any of 3   after 7 rollout.load_weights\n"
+        "     rollout.rollout ×3     24 rows  any of 3   reads 6 actor.weights\n"
         "     actor.update           24 rows  each of 2  after 5 actor.snapshot\n"
     )
 
