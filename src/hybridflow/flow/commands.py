@@ -118,10 +118,13 @@ def _rescuing(job: Job) -> Iterator[None]:
             step = job.rescue()
         except (OSError, HybridflowError) as second:
             raise WorkersLostError(f"{error}; and no checkpoint could be written: {second}") from None
-        saved = f"step {step} is saved" if step is not None else "the last checkpoint stands"
-        raise WorkersLostError(
-            f"{error}; {saved} in {job.run.checkpoints}, and the same command goes on from there"
-        ) from None
+        if step is not None:
+            left = f"step {step} is saved in {job.run.checkpoints}, and the same command goes on from there"
+        elif newest_checkpoint(job.run.checkpoints) is not None:
+            left = f"the last checkpoint stands in {job.run.checkpoints}, and the same command goes on from there"
+        else:
+            left = "no step is saved, and the same command starts anew"
+        raise WorkersLostError(f"{error}; {left}") from None
 
 
 def run_generate(config: GenerateConfig) -> Batch:

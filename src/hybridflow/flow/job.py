@@ -91,6 +91,7 @@ class Job:
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do, from 1. Ends early when an evaluation reaches its goal or the data ends."""
+        self.run.hold()
         done_steps = self._resume()
         self.run.open(self._config_yaml, resume_step=done_steps, sources=self._sources)
         if done_steps:

@@ -54,7 +54,7 @@ class RunSettings:
 
 
 class RunDirectory:
-    """Writes into one run's directory. `open` is the only call that creates it."""
+    """Writes into one run's directory. `hold` is the only call that creates it; `open` comes after it."""
 
     def __init__(self, settings: RunSettings, kind: str) -> None:
         name = settings.name or f"{kind}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
@@ -62,6 +62,7 @@ class RunDirectory:
         self.path = Path(settings.directory) / settings.project / name
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
+        self._checkpoints_seen = self._list_checkpoints()
         self._writer: Any = None
         self._lock: int | None = None
 
@@ -70,7 +71,6 @@ class RunDirectory:
 
         sources: what identifies the user's own code, `{"reward": "sha256 of its source"}`.
         """
-        self._make_own()
         (self.path / "config.yaml").write_text(config_yaml)
         (self.path / "environment.json").write_text(
             json.dumps({**describe_environment(), "sources": dict(sources)}, indent=1) + "\n"
@@ -82,8 +82,14 @@ class RunDirectory:
 
             self._writer = SummaryWriter(str(self.path / "tensorboard"), purge_step=resume_step + 1)
 
-    def _make_own(self) -> None:
-        """Makes the directory and holds it against other processes, as long as this one lives."""
+    def _list_checkpoints(self) -> list[str]:
+        return sorted(path.name for path in self.checkpoints.glob("step_*"))
+
+    def hold(self) -> None:
+        """Makes the directory and holds it against other processes, as long as this one lives.
+
+        Raises ConfigError where another one holds it, or has saved a step since this one looked for the newest.
+        """
         try:
             (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR)
@@ -97,6 +103,10 @@ class RunDirectory:
             raise ConfigError(
                 f"run.name: '{self.path}' is written by another process now; give run.name another value, or wait for it to end"
             ) from None
+        if self._list_checkpoints() != self._checkpoints_seen:
+            raise ConfigError(
+                f"run.name: another process has saved steps in '{self.path}' while this one started; start it again to go on from there"
+            )
 
     def log_metrics(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """Appends a step's line; a value that is not finite is written as null."""

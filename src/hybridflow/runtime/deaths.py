@@ -52,7 +52,9 @@ class DeathRegister:
             case = _Case(Recovery(worker.label, call, step, cause, time.time()), worker.group)
             case.lost = {a.task for a in worker.attempts.values() if a.task is not None and not a.task.done}
             self._open.append(case)
-            told = f"{worker.label} died {f'in {call}' if call else 'with nothing to do'}: {cause}"
+            first = next(iter(worker.attempts.values()), None)
+            doing = f"in {call}" if call else f"during {first.name}" if first else "with nothing to do"
+            told = f"{worker.label} died {doing}: {cause}"
             self._check_budget(told)
             if running is not None:
                 self.count_attempt(running, worker, told)

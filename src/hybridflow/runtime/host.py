@@ -177,7 +177,7 @@ class Host:
             bind_worker(order.kind, order.indices)
             self._rank = order.seat.rank
             self._worker = order.build(order.seat, *order.args, **order.kwargs)
-        except Exception as error:  # noqa: BLE001  (told to the controller, which raises it)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (told to the controller, which raises it)
             return Report(failure=_describe_failure(error))
         return Report()
 
@@ -190,7 +190,7 @@ class Host:
                 value = order.verb(self._worker, *args)
                 if order.pieces:
                     Pieces.check(value, order.call.verb, order.pieces)
-        except Exception as error:  # noqa: BLE001  (told to the controller, which raises it)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (told to the controller, which raises it)
             return nothing, Report(span=timer.span, failure=_describe_failure(error))
         if order.position is not None:
             self._position = order.position
@@ -222,7 +222,7 @@ def _interleave(values: Sequence[Any], inline: Mapping[int, Any]) -> list[Any]:
     return [inline[index] if index in inline else next(rest) for index in range(len(values) + len(inline))]
 
 
-def _describe_failure(error: Exception) -> Failure:
+def _describe_failure(error: BaseException) -> Failure:
     # The first frame is this file's; what a reader needs begins below it.
     trace = error.__traceback__.tb_next if error.__traceback__ else None
     lines = traceback.format_exception(type(error), error, trace)

@@ -55,6 +55,9 @@ class RayRuntime(Scheduler):
 
 def _join(address: str, num_cpus: int | None) -> None:
     """Starts or joins a cluster. Raises ConfigError where that fails."""
+    if address == "local":
+        # Where a signal to the whole process group has ended this cluster, Ray would look for it for a minute.
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     host, _, port = address.rpartition(":")
     # Ray by itself tries for more than a minute.
     if port.isdigit() and not answers(host, int(port)):
@@ -66,5 +69,5 @@ def _join(address: str, num_cpus: int | None) -> None:
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(
             f"runtime.address: '{address}' could not be joined ({str(error).strip().splitlines()[0]}); see that `ray start` runs there, "
-            "with this version of ray, and that RAY_AUTH_TOKEN here is the cluster's"
+            "with this version of ray, and that this process has its token (RAY_AUTH_MODE=token and RAY_AUTH_TOKEN)"
         ) from None

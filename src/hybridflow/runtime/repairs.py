@@ -108,9 +108,9 @@ class Repairs:
                 group.requeue([task for worker in others for task in self._end(worker)])
                 ended = group.workers
         except StateLostError:
+            remedy = "" if group.remembers else "; set runtime.recovery.snapshot_every_steps=1"
             raise WorkersLostError(
-                f"the state of {group.role} is lost: no snapshot of it is left outside the workers that died; "
-                "set runtime.recovery.snapshot_every_steps=1, and start the same command again to go on from the last checkpoint"
+                f"the state of {group.role} is lost: no snapshot of it is left outside what died{remedy}"
             ) from None
         for change in group.queued_changes():
             self._dispatcher.await_inputs(change)
@@ -251,7 +251,9 @@ class Repairs:
         if worker.ready:
             if silent_s > settings.call_timeout_s:
                 waiting = f"{self._who_waits(attempt)} waited {settings.call_timeout_s:g} s for {attempt}"
-                self.replace_dead(worker, f"{waiting}; look at that worker, or raise runtime.call_timeout_s")
+                others = self._as_silent(worker, attempt)
+                told = f"{waiting}{others}; look at {'these workers' if others else 'that worker'}, or raise runtime.call_timeout_s"
+                self.replace_dead(worker, told)
         elif worker.slot is not None and self._transport.node_is_lost(worker.slot.node_id):
             self.replace_dead(worker, "its process did not come")
         elif silent_s > settings.start_timeout_s:
@@ -260,6 +262,16 @@ class Repairs:
             if not worker.group.has_started:
                 raise WorkerError(told)
             self.replace_dead(worker, told)
+
+    def _as_silent(self, worker: WorkerProcess, attempt: Attempt) -> str:
+        """The ranks that are in the same call: in a collective all wait for one, and from here it cannot be seen for which."""
+        same = [
+            each
+            for each in worker.group.workers
+            if each is not worker and worker.group.gang and attempt.task is not None
+        ]
+        silent = [each for each in same if any(other.task is attempt.task for other in each.attempts.values())]
+        return f", and for {', '.join(each.label for each in silent)}" if silent else ""
 
     def _who_waits(self, attempt: Attempt) -> str:
         task = attempt.task
