@@ -255,7 +255,7 @@ def test_a_run_stays_inside_its_root(place: Path, name: str) -> None:
 
 def test_two_processes_do_not_write_one_run(place: Path) -> None:
     held = RunDirectory(RunSettings(directory=str(place / "runs"), name="held", tensorboard=False), "rl")
-    held.open("", resume_step=0, sources={})
+    held.hold()
     done = rl(place, "run.name=held")
     assert done.returncode == 2
     assert "is written by another process" in done.stderr

@@ -15,7 +15,10 @@ from hybridflow.runtime.api import RuntimeSettings
 
 def numbers_of(run: Path) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/", "speed/"))} for line in lines]
+    return [
+        {k: v for k, v in line.items() if not k.startswith(("time/", "memory/", "speed/", "controller/", "recovery/"))}
+        for line in lines
+    ]
 
 
 @pytest.mark.timeout(400)
