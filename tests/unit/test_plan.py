@@ -354,3 +354,9 @@ def test_a_cluster_that_would_be_joined_is_looked_at(ray_cluster: None) -> None:
     ray = pytest.importorskip("ray")
     (node,) = find_nodes(RuntimeSettings(kind="ray", address="auto"))
     assert node.num_cpus == ray.cluster_resources()["CPU"] and node.address.count(".") == 3
+
+
+def test_a_precision_for_a_role_without_a_model_is_refused(task: Path) -> None:
+    mesh = "[{name: reward, devices: ['cpu:0'], dtype: bfloat16}]"
+    with pytest.raises(ConfigError, match=r"the pool of 'reward' sets dtype=bfloat16, and 'reward' has no model"):
+        plan_of_rl(task, *ON_RAY, f"+runtime.placement.mesh={mesh}")

@@ -259,6 +259,10 @@ def check_placed_models(
     models: of the roles that have one.
     """
     check_roles(placement, roles)
+    for role in [role for role in roles if role not in models and placement.dtype(role) is not None]:
+        raise ConfigError(
+            f"runtime.placement.mesh: the pool of '{role}' sets dtype={placement.dtype(role)}, and '{role}' has no model; leave dtype out"
+        )
     for role, model in models.items():
         key = "reference" if role == "reference" else "model"
         check_model(model, numerics, key, placement.kind(role), placement.dtype(role))
