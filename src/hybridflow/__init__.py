@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hybridflow.flow.trainer import RLTrainer as RLTrainer
     from hybridflow.flow.trainer import SFTTrainer as SFTTrainer
     from hybridflow.roles.policy import ModelSettings as ModelSettings
+    from hybridflow.train_engine import get_available_backends as get_available_backends
     from hybridflow.types import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ _HOMES = {
     "SFTConfig": "hybridflow.flow.sft_job",
     "SFTTrainer": "hybridflow.flow.trainer",
     "SamplingParams": "hybridflow.types",
+    "get_available_backends": "hybridflow.train_engine",
     "load_config": "hybridflow.config",
 }
 __all__ = sorted([*_HOMES, "__version__"])

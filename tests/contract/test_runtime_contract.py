@@ -130,6 +130,27 @@ def test_a_broadcast_reaches_every_worker_once(site: Site) -> None:
     ]
 
 
+def test_a_read_on_all_workers_gives_each_its_own_and_collects_by_rank(site: Site) -> None:
+    size = site.gang.size
+    sizes: list[tuple[int, ...]] = [(3, 1), ()][:size]
+    site.runtime.broadcast(site.gang, Counter.add, 5)
+    calls = [(own,) for own in sizes]
+    made = site.runtime.submit_all_pieces(site.gang, Counter.cut_rows, [len(own) for own in sizes], calls)
+    readings = site.runtime.submit_all(site.gang, Counter.read, [()] * size)
+    site.runtime.broadcast(site.gang, Counter.add, 2)
+    assert [[site.runtime.get(ref).num_rows for ref in refs] for refs in made] == [list(own) for own in sizes]
+    assert [(reading.rank, reading.value) for reading in site.runtime.get(readings)] == [
+        (rank, 5) for rank in range(size)
+    ]
+    assert [reading.value for reading in site.read_all(site.gang)] == [7] * size, "a read is no change"
+
+
+def test_what_one_worker_of_all_has_made_can_be_read_by_others(site: Site) -> None:
+    made = site.runtime.submit_all(site.gang, Counter.make, [(rank + 2,) for rank in range(site.gang.size)])
+    doubled = [site.runtime.submit(site.group, Counter.double, ref) for ref in made]
+    assert [site.runtime.get(ref).num_rows for ref in doubled] == [rank + 2 for rank in range(site.gang.size)]
+
+
 def test_scatter_splits_by_digests_and_collects_by_rank(site: Site) -> None:
     sizes, asked = (3, 1, 2, 5), []
     pieces = site.runtime.submit_pieces(site.other, Counter.cut_rows, len(sizes), sizes)

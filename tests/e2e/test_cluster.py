@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from faults import FaultyVerb, Killer, delayed
 from tiny_runs import (
     assert_same_rollouts,
@@ -24,7 +25,7 @@ from tiny_runs import (
 
 from hybridflow.batch import Batch
 from hybridflow.config import to_yaml
-from hybridflow.flow.commands import run_rl
+from hybridflow.flow.commands import ExportConfig, run_export, run_rl
 from hybridflow.flow.rl_job import RLConfig
 from hybridflow.roles.generator import GeneratorWorker
 
@@ -118,6 +119,88 @@ def iter_spans(run: str) -> list[dict[str, object]]:
     """The spans of all steps, in the order of submission within each phase."""
     lines = read_lines(Path(run) / "phases.jsonl")
     return [{**span, "phase": line["phase"], "step": line["step"]} for line in lines for span in line["spans"]]
+
+
+# Two trainers that share one model
+
+SHARED = (
+    "numerics=fast",
+    "model.dtype=float64",
+    "algorithm.old_logprobs=trainer_logprobs",
+    'runtime.placement.device_map={actor: "cpu:0-1"}',
+)
+LAYOUTS = {"sharded": "{shard: 2}", "split": "{tensor_parallel_size: 2}", "by tokens": "{sp: 2}"}
+STOP = 4
+
+
+@pytest.fixture(scope="module")
+def alone(task: dict[str, str], start: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same run in one process."""
+    return str(run_rl(config_of(task, start, tmp_path_factory.mktemp("alone"), *SHARED))["run"])
+
+
+@pytest.mark.parametrize(("first", "then"), [("sharded", "split"), ("split", "by tokens")])
+def test_trainers_that_share_a_model_write_the_numbers_of_one_process_and_resume_in_another_layout(
+    first: str, then: str, task: dict[str, str], start: str, alone: str, tmp_path: Path, ray_cluster: None
+) -> None:
+    """The first half loses a trainer, which goes back to a snapshot in parts."""
+
+    def config(layout: str, steps: int) -> RLConfig:
+        overrides = (*RAY, *SHARED, f"train.parallel_config={LAYOUTS[layout]}", f"steps={steps}")
+        return config_of(task, start, tmp_path, *overrides)
+
+    run = tmp_path / "quickstart" / "run"
+    with Killer(run, steps=(3,), seed=0) as killer:
+        run_rl(config(first, STOP))
+    assert len(killer.kills) == 1
+    assert len(read_lines(run / "recovery.jsonl")) == 1
+    run_rl(config(then, STEPS))
+    ours, theirs = metrics_of(alone), metrics_of(run)
+    assert [line["step"] for line in theirs] == list(range(1, STEPS + 1))
+    for line, other in zip(ours, theirs, strict=True):
+        assert line.keys() == other.keys()
+        for name in sorted(line.keys() - BY_WORKERS):
+            assert other[name] == pytest.approx(line[name], rel=0, abs=TOLERANCE), (line["step"], name)
+    for batch, other in zip(rollouts_of(alone), rollouts_of(run), strict=True):
+        assert batch.pylist("tokens") == other.pylist("tokens")
+    assert weights_of(alone).keys() == weights_of(run).keys()
+    for name, weight in weights_of(alone).items():
+        assert not torch.equal(weight, weights_of(start)[name].double())
+        np.testing.assert_allclose(weights_of(run)[name].numpy(), weight.numpy(), rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_an_adapter_on_sharded_trainers_with_generators_apart_is_that_of_one_process(
+    task: dict[str, str], start: str, tmp_path: Path, ray_cluster: None
+) -> None:
+    """Generators get merged weights from the parts, the reference is the trainers without the adapter, the export is the adapter alone."""
+    lora = ("steps=3", "numerics=fast", "model.dtype=float64", "train.lora={rank: 2, alpha: 8}")
+    ours = str(run_rl(config_of(task, start, tmp_path / "local", *lora))["run"])
+    sharded = (*RAY, PLACEMENTS["split"], "train.parallel_config={shard: 0}")
+    theirs = str(run_rl(config_of(task, start, tmp_path / "ray", *lora, *sharded))["run"])
+    for line, other in zip(metrics_of(ours), metrics_of(theirs), strict=True):
+        assert line.keys() == other.keys()
+        for name in sorted(line.keys() - BY_WORKERS):
+            assert other[name] == pytest.approx(line[name], rel=0, abs=TOLERANCE), (line["step"], name)
+    assert metrics_of(theirs)[0]["policy/kl_to_reference"] == pytest.approx(0.0, abs=1e-9)
+    assert metrics_of(theirs)[-1]["policy/kl_to_reference"] > 1e-9
+    weights, before = weights_of(theirs), weights_of(start)
+    assert weights.keys() == before.keys()
+    for name, weight in weights_of(ours).items():
+        np.testing.assert_allclose(weights[name].numpy(), weight.numpy(), rtol=0, atol=1e-6, err_msg=name)
+        assert torch.equal(weight, before[name].double()) == ("_proj" not in name), name
+    run_export(ExportConfig(checkpoint=theirs, output=str(tmp_path / "adapter")))
+    assert_adapter_makes(tmp_path / "adapter", start, weights)
+
+
+def assert_adapter_makes(adapter: Path, start: str, weights: dict[str, torch.Tensor]) -> None:
+    """PEFT loads the directory over the model that training began with, and merged it has these weights."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(Path(start) / "model", dtype=torch.float64)
+    merged = PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    for name, weight in merged.named_parameters():
+        np.testing.assert_allclose(weight.detach().numpy(), weights[name].numpy(), rtol=0, atol=1e-9, err_msg=name)
 
 
 # TRAPS 24

@@ -37,7 +37,8 @@ def build_model(dtype: torch.dtype, device: str = "cuda") -> LanguageModel:
 
 
 def build_engine(model: LanguageModel, *, lr: float = 1e-3, **changes: Any) -> TrainEngine:
-    return TrainEngine(model, TrainSettings(optimizer=OptimizerSettings(lr=lr), **changes))
+    # Compiled layers have tests of their own; a compilation takes half a minute.
+    return TrainEngine(model, TrainSettings(optimizer=OptimizerSettings(lr=lr), **{"compile": False, **changes}))
 
 
 def build_rows(lengths: list[int], seed: int = 0) -> Batch:
@@ -69,8 +70,8 @@ def test_bfloat16_trains_in_place_over_float32_masters() -> None:
     assert {name: weight.data_ptr() for name, weight in model.module.named_parameters()} == addresses
     state = engine.state_tensors()
     for name, weight in model.module.named_parameters():
-        assert state[f"optimizer/master/{name}"].dtype == torch.float32
-        assert torch.equal(weight, state[f"optimizer/master/{name}"].bfloat16())
+        assert state[f"model/{name}"].dtype == torch.float32
+        assert torch.equal(weight, state[f"model/{name}"].bfloat16())
 
 
 def test_gradients_agree_with_the_cpu_in_float32() -> None:
@@ -93,17 +94,19 @@ def test_gradient_is_the_same_for_every_split(dtype: torch.dtype, tolerance: flo
     assert relative_gap(rows, whole) < tolerance
 
 
-def test_log_prob_starts_the_ratio_at_one() -> None:
+@pytest.mark.parametrize(("compiled", "tolerance"), [(False, 1e-3), (True, 0.1)])
+def test_log_prob_starts_the_ratio_at_one(compiled: bool, tolerance: float) -> None:
+    """Compiled, a pass without gradient is another program than one with, and bfloat16 rounds elsewhere."""
     model, batch = build_model(torch.bfloat16), build_rows(LENGTHS)
-    engine = build_engine(model, lr=0.0, micro_batch_tokens=512)
+    engine = build_engine(model, lr=0.0, micro_batch_tokens=512, compile=compiled)
     batch = batch.with_column("trainer_logprobs", engine.log_prob(batch, 1.0))
     for _ in range(3):
         metrics = engine.update(batch, PolicyLoss(old_logprobs="trainer_logprobs"))
-        assert metrics["policy/logprob_gap_max"].value < 1e-3
+        assert metrics["policy/logprob_gap_max"].value < tolerance
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_host_never_waits_inside_a_mini_batch(checkpointing: bool) -> None:
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_the_host_never_waits_inside_a_mini_batch(checkpointing: str) -> None:
     model, batch = build_model(torch.bfloat16), build_rows(LENGTHS)
     engine = build_engine(model, micro_batch_tokens=512, gradient_checkpointing=checkpointing)
     engine.update(batch, PolicyLoss())
@@ -117,7 +120,7 @@ def test_the_host_never_waits_inside_a_mini_batch(checkpointing: bool) -> None:
 def test_checkpointing_saves_memory_and_keeps_the_gradient() -> None:
     batch = build_rows([1500] * 8)
     found, peaks = [], []
-    for checkpointing in (False, True):
+    for checkpointing in ("none", "full"):
         engine = build_engine(build_model(torch.bfloat16), gradient_checkpointing=checkpointing)
         torch.cuda.reset_peak_memory_stats()
         found.append(flat_gradient(engine, batch, SFTLoss()))

@@ -25,6 +25,7 @@ from hybridflow.models import fresh_model, save_model
 from hybridflow.roles.shares import describe_rows, plan_shares
 from hybridflow.train_engine import (
     DriftError,
+    ModelWork,
     NonFiniteError,
     OptimizerSettings,
     TrainEngine,
@@ -223,11 +224,14 @@ def test_merged_metrics_are_those_of_one_process(run: Any, split: str) -> None:
         assert 0 < merged["rare/sum"].value < sum(LENGTHS)
 
 
+WORK = ModelWork(matrices=24 * 32 * 32, attention=2 * 32, windows=(None, None))
+
+
 def train_shares(place: Place) -> tuple[Metrics, dict[str, np.ndarray]]:
     """One step of reinforcement learning in two updates, as the actor does it: rows by share, whole groups in each chunk."""
     engine = build_engine(place, torch.float64)
     chunks = build_chunks()
-    shares = plan_shares([describe_rows(chunk) for chunk in chunks], size=place.size, updates=2, hidden_size=32)
+    shares = plan_shares([describe_rows(chunk) for chunk in chunks], size=place.size, updates=2, work=WORK)
     share = shares[place.rank]
     batch = Batch.concat([chunks[chunk] for chunk in share.chunks])
     prepared = prepare_policy_batch(batch, advantage_function=normalized, drop_constant_groups=True)
@@ -295,7 +299,7 @@ def train_unsynchronized(place: Place, fault: str) -> str:
     engine = build_engine(place)
     part = build_rows(0).take([place.rank, place.rank + 2])
     if fault == "gradients":
-        AdamW.sum_gradients = lambda self, ranks: None  # type: ignore[method-assign]
+        AdamW.sum_gradients = lambda self, partial: None  # type: ignore[method-assign]
     if fault == "one weight" and place.rank == 1:
         weight = engine.model.module.lm_head.weight.data.view(-1)
         weight[7] = torch.nextafter(weight[7], torch.tensor(1.0))

@@ -79,6 +79,13 @@ class Ledger:
         values = tuple(mix("cut", self.state, label, piece, *flat(inputs)) for piece in range(count))
         return Pieces(values, tuple(mix(value) for value in values))
 
+    def meet(self, label: int, rank: int, count: int, *inputs: Any) -> Pieces[int]:
+        """A read in which the ranks meet; each makes sure that it got its own arguments."""
+        if rank != self.seat.rank:
+            raise ValueError(f"worker {self.seat.rank} got what was for {rank}")
+        values = tuple(mix("meet", self.state, label, rank, piece, *flat(inputs)) for piece in range(count))
+        return Pieces(values, tuple(mix(value) for value in values))
+
     def state_of(self) -> int:
         return self.state
 
@@ -91,8 +98,9 @@ class Ledger:
     def take(self) -> int:
         return self.state
 
-    def restore(self, state: int) -> None:
-        self.state = state
+    def restore(self, *parts: int) -> None:
+        """From one part, or from those of all ranks, which hold the same here."""
+        (self.state,) = set(parts)
 
 
 def deal(label: int, refs: tuple[Any, ...], digests: Sequence[int], size: int) -> list[tuple[Any, ...]]:
@@ -133,9 +141,11 @@ class Letter:
         return self.order.verb.__name__ if isinstance(self.order, Run) else type(self.order).__name__.lower()
 
     @property
-    def position(self) -> int | None:
-        """Of a change, its place among those of its group."""
-        return self.order.position if isinstance(self.order, Run) else None
+    def meeting(self) -> Any:
+        """Of a change, its place among those of its group; of a read in which ranks meet, its label; else None."""
+        if not isinstance(self.order, Run):
+            return None
+        return ("meet", self.order.skeleton[0]) if self.name == "meet" else self.order.position
 
 
 @dataclass(eq=False)
@@ -196,7 +206,7 @@ class World:
         self.slow_fetches = 0
         self.turn = 0
         self.sent: list[tuple[int, str]] = []
-        self._spares = list(spares)
+        self.spares = list(spares)
         self._moved: dict[Slot, Slot] = {}
         self._random = random.Random(seed) if seed is not None else None
         self._events: list[tuple[int, Callable[[], None]]] = []
@@ -290,12 +300,12 @@ class World:
         slot = self._moved.get(slot, slot)
         if slot.node_id not in self.lost_nodes:
             return slot
-        self._spares = [spare for spare in self._spares if spare.node_id not in self.lost_nodes]
+        self.spares = [spare for spare in self.spares if spare.node_id not in self.lost_nodes]
         used = [process.slot for process in self.alive()]
-        free = self._spares[:1] or (used[:1] if share else [])
+        free = self.spares[:1] or (used[:1] if share else [])
         if not free:
             return None
-        self._spares = self._spares[1:]
+        self.spares = self.spares[1:]
         self._moved[slot] = free[0]
         return free[0]
 
@@ -330,11 +340,11 @@ class World:
                 letter.answer = self._carry_out(letter)
 
     def _has_met(self, letter: Letter) -> bool:
-        process, position = letter.process, letter.position
-        if letter.has_met or position is None or letter.name == "restore" or process.role not in self.meets:
+        process, meeting = letter.process, letter.meeting
+        if letter.has_met or meeting is None or letter.name == "restore" or process.role not in self.meets:
             return True
         first = [next((each for each in p.letters if each.answer is None), None) for p in self.alive(process.role)]
-        there = [each for each in first if each is not None and each.position == position and each.name == letter.name]
+        there = [each for each in first if each is not None and each.meeting == meeting and each.name == letter.name]
         if len(there) == process.size:
             for each in there:
                 each.has_met = True

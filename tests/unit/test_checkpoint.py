@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import logging
 import math
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridflow.checkpoint import (
+    Box,
     CheckpointError,
     CheckpointWriter,
     ShardEntry,
@@ -167,6 +169,59 @@ def in_child(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def test_a_rank_reads_its_boxes_and_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).reshape(4, 3)
+    with CheckpointWriter(tmp_path, 1) as writer:
+        halves = [(writer.shard_path("actor", rank), whole[2 * rank : 2 * rank + 2]) for rank in range(2)]
+        entries = [
+            write_shard(path, {"w": half}, {"rank": rank}, boxes={"w": ((4, 3), (2 * rank, 0))})
+            for rank, (path, half) in enumerate(halves)
+        ]
+        path = writer.commit(entries, {})
+    tensors, state = load_shards(path, "actor", {"w": Box((4, 3), offsets=(1, 1), shape=(2, 2))})
+    assert torch.equal(tensors["w"], whole[1:3, 1:3]) and state == {"rank": 0}
+    empty, _ = load_shards(path, "actor", {"w": Box((4, 3), offsets=(4, 0), shape=(0, 3))})
+    assert empty["w"].shape == (0, 3)
+    box = Box((4, 3), (0, 0), (4, 3))
+    for boxes, message in (
+        ({}, "tensor 'w' of actor is in .*, but this run has none; resume with the same model and train.lora"),
+        ({"w": box, "x": box}, "tensor 'x' of actor is not in .*; resume"),
+        ({"w": Box((4, 2), (0, 0), (4, 2))}, r"tensor 'w' of actor is \[4, 3\] in .* and \[4, 2\] here"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load_shards(path, "actor", boxes)
+
+
+def test_a_checkpoint_of_the_format_before_says_so(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    content = json.loads((path / "manifest.json").read_text())
+    content["manifest"]["format"] = 1
+    body = json.dumps(content["manifest"], sort_keys=True, separators=(",", ":"))
+    content["sha256"] = hashlib.sha256(body.encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="format 1, and this version of hybridflow reads format 2; go on with"):
+        open_checkpoint(path)
+
+
+def test_an_adapter_is_exported_as_one(tmp_path: Path) -> None:
+    draws = torch.Generator().manual_seed(0)
+    adapter = {f"layers.0.q_proj.lora_{part}.weight": torch.randn(2, 2, generator=draws) for part in "AB"}
+    with CheckpointWriter(tmp_path, 1) as writer:
+        path = writer.shard_path("actor", 0)
+        entry = write_shard(path, {f"model/{name}": weight for name, weight in adapter.items()})
+        (path.parent / "huggingface").mkdir()
+        (path.parent / "huggingface" / "config.json").write_text('{"dtype": "bfloat16"}')
+        (path.parent / "huggingface" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+        checkpoint = open_checkpoint(writer.commit([entry], {}))
+    export_checkpoint(checkpoint, tmp_path / "out")
+    assert names_in(tmp_path / "out") == ["adapter_config.json", "adapter_model.safetensors"]
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text()) == {"peft_type": "LORA", "r": 2}
+    written = safetensors.torch.load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert written.keys() == {f"base_model.model.{name}" for name in adapter}
+    for name, weight in adapter.items():
+        assert torch.equal(written[f"base_model.model.{name}"], weight.bfloat16())
+
+
 def test_workers_write_their_own_shards(tmp_path: Path) -> None:
     whole = torch.arange(12.0).reshape(4, 3)
     reader, sender = os.pipe()
@@ -175,12 +230,12 @@ def test_workers_write_their_own_shards(tmp_path: Path) -> None:
 
         def write(rank: int) -> None:
             part = whole[2 * rank : 2 * rank + 2]
-            entry = write_shard(paths[rank], {"w": part}, layout={"w": ((4, 3), (2 * rank, 0))})
+            entry = write_shard(paths[rank], {"w": part}, boxes={"w": ((4, 3), (2 * rank, 0))})
             os.write(sender, entry.record.sha256.encode())
 
         assert [in_child(lambda r=rank: write(r)) for rank in range(2)] == [0, 0]
         entries = [
-            write_shard(p, {"w": whole[2 * r : 2 * r + 2]}, layout={"w": ((4, 3), (2 * r, 0))})
+            write_shard(p, {"w": whole[2 * r : 2 * r + 2]}, boxes={"w": ((4, 3), (2 * r, 0))})
             for r, p in enumerate(paths)
         ]
         assert os.read(reader, 1024).decode() == "".join(entry.record.sha256 for entry in entries)
@@ -190,7 +245,7 @@ def test_workers_write_their_own_shards(tmp_path: Path) -> None:
 
 def shard(writer: CheckpointWriter, rank: int, offset: int, rows: int, **tensors: Tensor) -> ShardEntry:
     values = {"w": torch.zeros(rows, 3), **tensors}
-    return write_shard(writer.shard_path("actor", rank), values, layout={"w": ((4, 3), (offset, 0))})
+    return write_shard(writer.shard_path("actor", rank), values, boxes={"w": ((4, 3), (offset, 0))})
 
 
 BAD_LAYOUTS: dict[str, tuple[Callable[[CheckpointWriter], list[ShardEntry]], str]] = {
@@ -505,10 +560,10 @@ def test_an_export_is_read_by_transformers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
     masters = {name: weight.detach() for name, weight in model.named_parameters()}
-    weights = {f"model/{name}": weight.bfloat16() for name, weight in masters.items()}
     with CheckpointWriter(tmp_path, 1) as writer:
         path = writer.shard_path("actor", 0)
-        entry = write_shard(path, weights | {f"optimizer/master/{name}": w for name, w in masters.items()})
+        entry = write_shard(path, {f"model/{name}": weight for name, weight in masters.items()})
+        config.dtype = torch.bfloat16
         config.save_pretrained(path.parent / "huggingface")
         (path.parent / "huggingface" / "tokenizer.json").write_text("{}")
         writer.commit([entry], {})

@@ -15,7 +15,7 @@ from hybridflow.cli.command import Command, print_json
 from hybridflow.cli.main import COMMANDS, main
 from hybridflow.config import ConfigError, Field, settings
 
-NAMES = ("sft", "rl", "generate", "eval", "export", "plan", "quickstart")
+NAMES = ("sft", "rl", "generate", "eval", "export", "plan", "quickstart", "doctor")
 
 
 @settings
@@ -183,6 +183,7 @@ REQUIRED = {
     "export": ["checkpoint=c", "output=o"],
     "plan": ["model.path=m", "data.files=[a.jsonl]"],
     "quickstart": [],
+    "doctor": [],
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import TypeAdapter
 
-from hybridflow.config import ConfigError, Field, settings
+from hybridflow.config import AliasChoices, ConfigError, Field, check_config, settings, to_yaml
 
 
 @settings
@@ -54,6 +54,60 @@ def test_values_are_kept_and_only_widened() -> None:
     assert inner == Inner(rate=1.0, names=("a", "b"), size=3)
     assert type(inner.rate) is float
     assert Outer(path="x", function=len).function is len
+
+
+@settings
+class Degrees:
+    """Keys with a second name."""
+
+    tp: int = Field(default=1, ge=1, validation_alias=AliasChoices("tp", "tensor_parallel_size"))
+    """Along matrices."""
+    sp: int = Field(default=1, ge=1, validation_alias=AliasChoices("sp", "sequence_parallel_size"))
+    """Along sequences."""
+
+
+@settings
+class Layered:
+    """A section with second names."""
+
+    degrees: Degrees = Field(default_factory=Degrees)
+    """How."""
+
+
+def test_a_key_may_be_written_by_its_second_name_and_is_written_out_by_its_own() -> None:
+    read = check_config(Layered, {"degrees": {"tensor_parallel_size": 4, "sp": 2}})
+    assert read == Layered(degrees=Degrees(tp=4, sp=2))
+    assert dataclasses.replace(read.degrees, tp=8) == Degrees(tp=8, sp=2)
+    assert to_yaml(read) == "degrees:\n  tp: 4\n  sp: 2\n"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"tensor_parallel_size": 4, "tp": 4},
+            "degrees.tensor_parallel_size and degrees.tp are two names of one setting, and both are set; keep one",
+        ),
+        (
+            {"tensor_parallel": 4},
+            "unknown key 'degrees.tensor_parallel' (value 4): the nearest key is 'degrees.tensor_parallel_size'; "
+            "correct it or take it out",
+        ),
+        (
+            {"dp": 4},
+            "unknown key 'degrees.dp' (value 4): the nearest key is 'degrees.tp'; correct it or take it out",
+        ),
+        (
+            {"sequence_parallel_size": 0},
+            "degrees.sequence_parallel_size is 0 and must be greater than or equal to 1; "
+            "correct it or leave it at its default, 1",
+        ),
+    ],
+)
+def test_a_wrong_second_name_is_one_sentence(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config(Layered, {"degrees": values})
+    assert str(caught.value) == message
 
 
 def test_a_settings_object_cannot_change() -> None:

@@ -1,10 +1,15 @@
 """The head against a written-out float64 reference: values, gradients, memory, and the shift by one."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.models import Head, compute_log_softmax, compute_logits, compute_logprobs, predicted_positions
+from hybridflow.models.head import VocabularyShard
 
 CASES = {
     "plain": dict(),
@@ -154,3 +159,151 @@ def test_a_temperature_of_zero_is_refused():
         compute_logprobs(hidden, targets, Head(weight), temperature=0.0)
     with pytest.raises(ValueError, match="temperature is 0.0"):
         compute_logits(hidden, Head(weight), 0.0)
+
+
+@pytest.mark.parametrize("keep_logits_bytes", [0, 500, 10**9])
+@pytest.mark.parametrize("case", CASES)
+def test_fused_passes_against_float64(case, keep_logits_bytes):
+    hidden, weight, targets = draw()
+
+    def ours(hidden, weight):
+        return compute_logprobs(
+            hidden, targets, Head(weight, **CASES[case]), temperature=0.6, chunk_tokens=4, with_entropy=True,
+            passes="fused", keep_logits_bytes=keep_logits_bytes,
+        )  # fmt: skip
+
+    expected = reference(hidden, weight, targets, 0.6, **CASES[case])
+    torch.testing.assert_close(ours(hidden, weight), expected, rtol=1e-12, atol=1e-12)
+    # Runs backward more than once over one forward: kept logits are overwritten by the first.
+    assert torch.autograd.gradcheck(ours, (hidden, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_logits_change_no_bit(dtype):
+    hidden, weight, targets = draw(50, 16, 40, dtype)
+    found = []
+    for keep_logits_bytes in (0, 2 * 16 * 40 * 4, 10**9):
+        logprobs, entropy = compute_logprobs(
+            hidden, targets, Head(weight, softcap=2.0), chunk_tokens=16, with_entropy=True,
+            passes="fused", keep_logits_bytes=keep_logits_bytes,
+        )  # fmt: skip
+        found.append((logprobs, *torch.autograd.grad((logprobs * entropy).sum(), (hidden, weight))))
+    for other in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
+
+
+class Products(TorchDispatchMode):
+    """Counts products that make logits of the given width."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.count = width, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.count += func is torch.ops.aten.mm.default and out.shape[1] == self.width
+        return out
+
+
+@pytest.mark.parametrize(("room", "products"), [(0, 8), (2, 6), (3.5, 5), (99, 4)])
+def test_kept_logits_are_not_multiplied_again_and_stay_within_their_room(room, products):
+    hidden, weight, targets = draw(64, 6, 13, torch.float32)
+    with Products(13) as counted:
+        logprobs, _ = compute_logprobs(
+            hidden, targets, Head(weight), chunk_tokens=16, passes="fused", keep_logits_bytes=int(room * 16 * 13 * 4)
+        )
+        logprobs.sum().backward()
+    assert counted.count == products
+
+
+class Shards:
+    """Ranks that are threads: each sees the others' tensors between two barriers."""
+
+    def __init__(self, size):
+        self.barrier = threading.Barrier(size, timeout=20)
+        self.posted = [None] * size
+
+    def axis(self, rank):
+        def combine(tensor, reduce):
+            self.posted[rank] = tensor.clone()
+            self.barrier.wait()
+            result = reduce(torch.stack(list(self.posted)))
+            self.barrier.wait()
+            tensor.copy_(result)
+
+        return SimpleNamespace(
+            sum_=lambda tensor: combine(tensor, lambda parts: parts.sum(0)),
+            max_=lambda tensor: combine(tensor, lambda parts: parts.amax(0)),
+        )
+
+    def run(self, work):
+        with ThreadPoolExecutor(len(self.posted)) as threads:
+            return list(threads.map(work, range(len(self.posted))))
+
+
+def compute_on_shards(size, hidden, weight, targets, upstream, case, **settings):
+    """Log-probabilities, entropy, gradient at hidden states and at its rows of the weight, of each shard."""
+    shards = Shards(size)
+    parts = weight.detach().chunk(size)
+
+    def work(rank):
+        own_hidden, own = hidden.detach().clone().requires_grad_(), parts[rank].clone().requires_grad_()
+        offset = sum(part.shape[0] for part in parts[:rank])
+        head = Head(own, **case, vocabulary=VocabularyShard(offset, shards.axis(rank)))
+        logprobs, entropy = compute_logprobs(own_hidden, targets, head, with_entropy=True, **settings)
+        (logprobs * upstream + 0.3 * entropy).sum().backward()
+        return logprobs.detach(), entropy.detach(), own_hidden.grad, own.grad
+
+    return shards.run(work)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("case", CASES)
+def test_shards_of_the_vocabulary_equal_the_whole(case, size):
+    """13 entries are 7 + 6, 5 + 5 + 3 and 3 + 3 + 3 + 3 + 1; every entry is a target."""
+    hidden, weight, _ = draw(num_rows=15)
+    targets = torch.arange(15) % 13
+    rows = torch.tensor([14, 0, 3, 7, 1, 2, 9, 4, 5, 6, 8, 10, 11])
+    targets, upstream = targets[: len(rows)], torch.linspace(-1, 1, len(rows), dtype=torch.float64)
+    logprobs, entropy = reference(hidden[rows], weight, targets, 0.6, **CASES[case])
+    (logprobs * upstream + 0.3 * entropy).sum().backward()
+    found = compute_on_shards(
+        size, hidden, weight, targets, upstream, CASES[case], rows=rows, chunk_tokens=4, temperature=0.6,
+        keep_logits_bytes=800,
+    )  # fmt: skip
+    for own_logprobs, own_entropy, hidden_grad, _ in found:
+        torch.testing.assert_close(own_logprobs, logprobs.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(own_entropy, entropy.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(hidden_grad, hidden.grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.cat([part[3] for part in found]), weight.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_logits_far_apart_on_two_shards_stay_finite():
+    hidden = torch.tensor([[1e4], [-1e4]], requires_grad=True)
+    weight = torch.tensor([[1.0], [0.0], [-1.0]])
+    for found in compute_on_shards(2, hidden, weight, torch.tensor([0, 0]), torch.ones(2), {}):
+        assert found[0].tolist() == [0.0, -2e4] and found[1].tolist() == [0.0, 0.0]
+        assert all(part.isfinite().all() for part in found)
+
+
+def test_no_targets_on_shards_meet_no_one():
+    hidden, weight, _ = draw()
+    none = torch.zeros(0, dtype=torch.long)
+    alone = SimpleNamespace(sum_=lambda tensor: pytest.fail("summed"), max_=lambda tensor: pytest.fail("compared"))
+    head = Head(weight, vocabulary=VocabularyShard(13, alone))
+    logprobs, entropy = compute_logprobs(hidden, none, head, rows=none, with_entropy=True)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert hidden.grad.abs().sum() == 0 and weight.grad.abs().sum() == 0
+
+
+def test_what_a_split_head_cannot_do_is_refused():
+    hidden, weight, targets = draw()
+    shard = VocabularyShard(13, SimpleNamespace())
+    with pytest.raises(ValueError, match="no row of the head is on this rank"):
+        compute_logprobs(hidden, targets, Head(weight[:0], vocabulary=shard))
+    with pytest.raises(ValueError, match="logits are not gathered"):
+        compute_logits(hidden, Head(weight, vocabulary=shard))
+    with pytest.raises(ValueError, match='passes "softmax" needs the whole vocabulary'):
+        compute_logprobs(hidden, targets, Head(weight, vocabulary=shard), passes="softmax")
+    with pytest.raises(ValueError, match="keep_logits_bytes is 100"):
+        compute_logprobs(hidden, targets, Head(weight), keep_logits_bytes=100)

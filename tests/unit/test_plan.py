@@ -154,6 +154,7 @@ def test_the_page_in_one_process(task: Path) -> None:
         "  a step       6 prompts × 4 samples = 24 rows, 2 updates\n"
         "  evaluation   8 prompts × 1 sample, every 20 steps and after the last\n"
         "  checkpoints  after the last step; the newest 2 are kept\n"
+        f"  memory       {plan.facts['memory']}\n"
         "\n"
         "placement: all roles in this process\n"
         "  actor   1 worker  cpu\n"
@@ -194,6 +195,29 @@ def test_the_page_on_trainers_and_generators_apart(task: Path) -> None:
         "next step\n"
         "     rollout.rollout ×3     24 rows  any of 3   reads 6 actor.weights\n"
         "     actor.update           24 rows  each of 2  after 5 actor.snapshot\n"
+    )
+
+
+def test_trainers_that_share_a_model(task: Path) -> None:
+    """Four trainers, two of which have the same rows: they refresh copies to generate from, and meet in what they score and keep."""
+    plan = plan_of_rl(
+        task, *ON_RAY, '+runtime.placement.device_map={actor: "cpu:0-3"}', "+algorithm.old_logprobs=trainer_logprobs",
+        "+train.parallel_config={tensor_parallel_size: 2, shard: 0}",
+    )  # fmt: skip
+    assert plan.facts["layout"] == "data 2 × sequence 1 × tensor 2; weights in 2 shards, 1 copy"
+    assert "GiB" in plan.facts["memory"]
+    assert calls_of(plan) == (
+        "phase rollout\n"
+        "  1  actor.refresh              each of 4\n"
+        "  2  actor.rollout ×4  24 rows  any of 4   after 1 actor.refresh\n"
+        "phase score\n"
+        "  3  reward.score ×4   24 rows             reads 2 actor.rollout\n"
+        "  4  actor.log_prob    24 rows  each of 4  reads 2 actor.rollout\n"
+        "phase update\n"
+        "  5  actor.update      24 rows  each of 4  reads 2 actor.rollout, 3 reward.score, 4 actor.log_prob\n"
+        "  6  actor.snapshot             each of 4  after 5 actor.update\n"
+        "next step\n"
+        "     actor.refresh              each of 4  after 6 actor.snapshot\n"
     )
 
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from hybridflow.batch import Batch
 from hybridflow.roles.shares import RowDigest, Share, describe_rows, plan_shares, plan_updates, split_rows
-from hybridflow.train_engine import compute_row_costs
+from hybridflow.train_engine import ModelWork, compute_row_costs
 
-HIDDEN = 16
+WORK = ModelWork(matrices=12 * 16 * 16 * 2, attention=2 * 16, windows=(None, None))
 few = settings(deadline=None, max_examples=80)
 group_lengths = st.lists(st.integers(1, 200), min_size=1, max_size=4)
 chunk_groups = st.lists(group_lengths, max_size=3)
@@ -36,7 +36,7 @@ def digest(chunks: list[list[list[int]]]) -> list[RowDigest]:
 
 
 def plan(chunks: list[list[list[int]]], size: int, updates: int) -> tuple[Share, ...]:
-    return plan_shares(digest(chunks), size=size, updates=updates, hidden_size=HIDDEN)
+    return plan_shares(digest(chunks), size=size, updates=updates, work=WORK)
 
 
 def all_groups(chunks: list[list[list[int]]]) -> NDArray[np.int64]:
@@ -99,7 +99,7 @@ def test_no_rank_is_heavier_in_an_update_than_another_by_more_than_its_lightest_
     shares = plan(chunks, size, updates)
     for update in range(updates):
         costs = [
-            compute_row_costs(part.lengths[np.array(rows, np.int64) == update], HIDDEN).sum()
+            compute_row_costs(part.lengths[np.array(rows, np.int64) == update], WORK).sum()
             for part, rows in zip(digests, expected, strict=True)
         ]
         loads = [sum(costs[chunk] for chunk in share.chunks) for share in shares]
@@ -132,12 +132,12 @@ def test_groups_that_are_cut_or_apart_are_named() -> None:
     lengths = np.ones(2, np.int32)
     apart = [RowDigest(np.array([1, 2]), lengths), RowDigest(np.array([3, 1]), lengths)]
     with pytest.raises(ValueError, match="rows of group 1 are not adjacent"):
-        plan_shares(apart, size=2, updates=1, hidden_size=HIDDEN)
+        plan_shares(apart, size=2, updates=1, work=WORK)
     cut = [RowDigest(np.array([1, 2]), lengths), RowDigest(np.array([2, 3]), lengths)]
     with pytest.raises(ValueError, match="group 2 lies in the chunks 0 and 1"):
-        plan_shares(cut, size=2, updates=1, hidden_size=HIDDEN)
+        plan_shares(cut, size=2, updates=1, work=WORK)
     with pytest.raises(ValueError, match="cannot train in 0 updates"):
-        plan_shares([], size=2, updates=0, hidden_size=HIDDEN)
+        plan_shares([], size=2, updates=0, work=WORK)
 
 
 def test_a_batch_without_rows_gives_shares_without_rows() -> None:
@@ -162,7 +162,7 @@ def test_rows_without_groups_are_each_for_itself(lengths: list[int], size: int, 
         tokens=[np.full(length, row, np.int32) for row, length in enumerate(lengths)], number=np.arange(len(lengths))
     )
     chunks = [[[length]] for length in lengths]
-    split = split_rows(batch, size=size, updates=updates, hidden_size=HIDDEN)
+    split = split_rows(batch, size=size, updates=updates, work=WORK)
     shares = plan(chunks, size, updates)
     for (rows, update_rows), share in zip(split, shares, strict=True):
         assert rows.pylist("number") == list(share.chunks)
@@ -177,6 +177,6 @@ def test_a_thousand_ranks_are_planned_in_a_blink() -> None:
     rng = np.random.default_rng(0)
     digests = [RowDigest(np.full(8, group), rng.integers(100, 2048, 8, np.int32)) for group in range(1024)]
     start_s = time.process_time()
-    shares = plan_shares(digests, size=1000, updates=4, hidden_size=1024)
+    shares = plan_shares(digests, size=1000, updates=4, work=WORK)
     assert time.process_time() - start_s < 0.25
     assert sum(map(sum, (share.update_rows for share in shares))) == 8192

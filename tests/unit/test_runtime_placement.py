@@ -440,3 +440,15 @@ def test_a_lost_node_is_replaced_by_what_is_left_and_by_nothing_where_all_is_tak
         found.append(slot and slot.indices)
         in_use += [slot] if slot else []
     assert found == [(6,), (7,), None, None, None, None, None, None]
+
+
+def test_the_number_of_workers_is_known_where_no_node_decides_it() -> None:
+    by_role = PlacementSettings(device_map={"actor": "gpu:0-3,gpu:8", "reward": "cpu:0"})
+    assert [by_role.num_workers(role) for role in ("actor", "reward", "rollout")] == [5, 1, 1]
+    pools = PlacementSettings(
+        mesh=(
+            PoolSettings(name="actor", devices=("cpu:0-5",), strategy="per_node"),
+            PoolSettings(name="reward", devices=("cpu:8-9",), strategy="single"),
+        )
+    )
+    assert [pools.num_workers(role) for role in ("actor", "reward")] == [None, 1]

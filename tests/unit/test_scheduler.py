@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from simulated import Ledger, Process, World, build_scheduler, deal, mix, put_into, slots
 
-from hybridflow.runtime.api import RecoverySettings, WorkerError, WorkersLostError
+from hybridflow.config import ConfigError
+from hybridflow.runtime.api import RecoverySettings, Seat, WorkerError, WorkersLostError
 from hybridflow.runtime.scheduler import Scheduler
 from hybridflow.runtime.tasks import Task
 from hybridflow.types import Ref
@@ -37,6 +38,7 @@ class Op:
 WEIGHTS = {
     "read": 5,
     "cut": 3,
+    "meet": 2,
     "add": 3,
     "assign": 1,
     "share": 3,
@@ -80,6 +82,7 @@ class Page:
     states: dict[str, int] = field(default_factory=lambda: {"gang": 0, "pool": 0})
     known: list[Known] = field(default_factory=list)
     taken: list[Known] = field(default_factory=list)
+    in_parts: bool = False
 
     def run(self, op: Op) -> None:
         role, group = op.role, self.groups[op.role]
@@ -92,6 +95,8 @@ class Page:
             case "cut":
                 for piece, ref in enumerate(self.runtime.submit_pieces(group, Ledger.cut, 2, op.label, 2, *refs)):
                     self.note(ref, mix("cut", self.states[role], op.label, piece, *values), values, is_piece=True)
+            case "meet":
+                self.meet(op, refs, values)
             case "fail":
                 self.note(self.runtime.submit(group, Ledger.fail), 0, [None])
             case "add":
@@ -104,8 +109,7 @@ class Page:
             case "share":
                 self.share(op)
             case "snapshot":
-                taken = self.runtime.snapshot(self.groups["gang"], Ledger.take, Ledger.restore)
-                self.taken += [Known(taken, self.states["gang"])] if taken is not None else []
+                self.snapshot()
             case "get" if self.known:
                 self.check(self.known[op.numbers[0] % len(self.known)])
             case "drop" if self.known:
@@ -118,8 +122,30 @@ class Page:
 
     def choose(self, op: Op) -> list[Known]:
         """Two results at most. What fails is for reads alone, since a change that cannot be made ends the run."""
-        there = [known for known in self.known if known.value is not None or op.kind in ("read", "cut")]
+        there = [known for known in self.known if known.value is not None or op.kind in ("read", "cut", "meet")]
         return [there[number % len(there)] for number in op.numbers[2 : 2 + op.numbers[1] % 3] if there]
+
+    def meet(self, op: Op, refs: Sequence[Ref[Any]], values: Sequence[int | None]) -> None:
+        """Something of each rank of the gang, unless that could have become smaller meanwhile."""
+        if not self.in_parts:
+            return
+        counts = tuple((number + op.label) % 3 for number in range(self.groups["gang"].size))
+        args = [(op.label, rank, count, *refs) for rank, count in enumerate(counts)]
+        made = self.runtime.submit_all_pieces(self.groups["gang"], Ledger.meet, counts, args)
+        assert tuple(map(len, made)) == counts
+        for rank, pieces in enumerate(made):
+            for piece, ref in enumerate(pieces):
+                value = mix("meet", self.states["gang"], op.label, rank, piece, *values)
+                self.note(ref, value, values, is_piece=True)
+
+    def snapshot(self) -> None:
+        gang, state = self.groups["gang"], self.states["gang"]
+        if self.in_parts:
+            parts = self.runtime.snapshot_all(gang, Ledger.take, Ledger.restore) or ()
+        else:
+            one = self.runtime.snapshot(gang, Ledger.take, Ledger.restore)
+            parts = () if one is None else (one,)
+        self.taken += [Known(part, state) for part in parts]
 
     def share(self, op: Op) -> None:
         """The newest pieces, three at most, dealt to the workers."""
@@ -140,8 +166,11 @@ class Page:
 
     def check(self, known: Known) -> None:
         if known.value is None:
-            with pytest.raises(WorkerError, match="row 7 has no tokens"):
+            with pytest.raises(WorkerError) as caught:
                 self.runtime.get(known.ref)
+            if isinstance(caught.value, WorkersLostError):
+                raise caught.value
+            assert "row 7 has no tokens" in str(caught.value)
             return
         found = self.runtime.get(known.ref)
         assert set(found if isinstance(found, tuple) else [found]) == {known.value}, f"{known.ref.call} is another"
@@ -151,6 +180,8 @@ def play(world: World, ops: list[Op], recovery: RecoverySettings | None = None) 
     """Runs a whole history, and looks at every result that is still known at its end."""
     runtime = build_scheduler(world, recovery, **ROLES)
     page = Page(world, runtime, {"gang": runtime.place_gang("gang", Ledger), "pool": runtime.place("pool", Ledger)})
+    # A gang that goes on smaller cannot make what was asked of all its ranks.
+    page.in_parts = len(world.spares) == 3 and sum(op.kind == "lose" for op in ops) <= 1
     for op in ops:
         page.run(op)
     # A snapshot may go with its node, since its moment does not come again.
@@ -291,6 +322,80 @@ def test_a_snapshot_before_any_change_can_be_started_from(world: World) -> None:
     snapshot(runtime, gang)
     world.die(world.processes[0])
     assert runtime.get(runtime.broadcast(gang, Ledger.add, 1)) == (added(0, 1),) * 2
+
+
+def test_each_part_of_a_snapshot_leaves_a_copy_of_its_own(world: World) -> None:
+    runtime = build_scheduler(world, gang=("A", "B"))
+    gang = runtime.place_gang("gang", Ledger)
+    runtime.broadcast(gang, Ledger.add, 1)
+    world.copies = "late"
+    taken = runtime.snapshot_all(gang, Ledger.take, Ledger.restore)
+    assert taken is not None
+    assert runtime.get(taken) == (added(0, 1),) * 2
+    assert runtime.snapshot_all(gang, Ledger.take, Ledger.restore) is None, "it is not copied yet"
+    world.copies = "early"
+    turns(runtime)
+    since = len(world.processes)
+    world.lose("B")
+    assert runtime.get(runtime.broadcast(gang, Ledger.add, 2)) == (added(0, 1, 2),) * 2
+    assert [name for number, name in world.sent if number >= since and name != "start"][:2] == ["restore", "restore"]
+    assert runtime.get(taken) == (added(0, 1),) * 2
+
+
+def test_a_read_in_which_ranks_meet_is_made_again_by_all_of_them(world: World) -> None:
+    runtime = build_scheduler(world, gang=("A", "A"))
+    gang = runtime.place_gang("gang", Ledger)
+    runtime.broadcast(gang, Ledger.add, 1)
+    world.hold = holding("meet", 1)
+    made = runtime.submit_all_pieces(gang, Ledger.meet, (0, 2), [(7, 0, 0), (7, 1, 2)])
+    turns(runtime)
+    since = len(world.sent)
+    world.hold = nothing
+    world.die(world.processes[1])
+    assert runtime.get(made[1]) == tuple(mix("meet", added(0, 1), 7, 1, piece) for piece in range(2))
+    assert sum(name == "meet" for _, name in world.sent[since:]) == 2
+
+
+def test_a_gang_that_became_smaller_cannot_make_what_was_asked_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    put_into(monkeypatch, world)
+    runtime = build_scheduler(world, gang=("A", "B"))
+    gang = runtime.place_gang("gang", Ledger)
+    runtime.broadcast(gang, Ledger.add, 1)
+    world.hold = holding("meet", 1)
+    made = runtime.submit_all(gang, Ledger.meet, [(7, rank, 0) for rank in range(2)])
+    turns(runtime)
+    world.hold = nothing
+    world.lose("B")
+    with pytest.raises(WorkersLostError, match=r"gang.meet .* was to be made by 2 workers together, and 1 are left"):
+        runtime.get(made)
+
+
+class Pair(Ledger):
+    """One of two workers that share a model."""
+
+    def __init__(self, seat: Seat) -> None:
+        if seat.size != 2:
+            raise ConfigError(f"shard: 2 does not divide the {seat.size} trainers")
+        super().__init__(seat)
+
+
+def test_a_gang_whose_layout_takes_no_fewer_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    put_into(monkeypatch, world)
+    runtime = build_scheduler(world, gang=("A", "B"))
+    gang = runtime.place_gang("gang", Pair)
+    runtime.broadcast(gang, Ledger.add, 1)
+    taken = runtime.snapshot_all(gang, Ledger.take, Ledger.restore)
+    assert taken is not None
+    assert runtime.get(taken) == (added(0, 1),) * 2
+    turns(runtime)
+    world.lose("B")
+    with pytest.raises(
+        WorkersLostError, match="gang cannot go on with what is left: shard: 2 does not divide the 1 tr"
+    ):
+        runtime.get(runtime.broadcast(gang, Ledger.add, 2))
+    assert all(map(runtime.is_there, taken)), "the run can be taken up from it"
 
 
 def test_a_node_that_goes_with_the_newest_snapshot_leaves_its_copy(world: World) -> None:

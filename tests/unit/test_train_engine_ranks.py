@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,8 +11,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.train_engine import DriftError, Ranks, join_ranks
+from hybridflow.train_engine import DriftError, Layout, Mesh, Ranks, join_ranks
 from hybridflow.train_engine.gradients import plan_buckets, sum_gradients
+from hybridflow.train_engine.mesh import Axis
 from hybridflow.train_engine.optimizer import AdamW, OptimizerSettings
 from hybridflow.train_engine.ranks import check_same
 from hybridflow.types import PeerLostError
@@ -89,8 +90,12 @@ def test_numbers_that_differ_name_the_first_odd_rank() -> None:
 
 
 def test_a_checksum_sees_one_bit_and_no_order() -> None:
+    ranks = Echo()
+    mesh = Mesh(Layout(data=2), dict.fromkeys(get_args(Axis), ranks))
+
     def checksum(weight: torch.Tensor) -> float:
-        return float(AdamW({"w": torch.nn.Parameter(weight)}, OptimizerSettings()).compute_checksum().double())
+        optimizer = AdamW({"w": torch.nn.Parameter(weight)}, OptimizerSettings(), mesh)
+        return float(optimizer.compute_checksums()[()].double())
 
     weight = torch.randn(301, 7, generator=torch.Generator().manual_seed(0))
     moved = weight.clone()
@@ -98,6 +103,7 @@ def test_a_checksum_sees_one_bit_and_no_order() -> None:
     for dtype in (torch.float32, torch.float64):
         assert checksum(weight.to(dtype)) == checksum(weight.to(dtype).flip(0))
         assert checksum(weight.to(dtype)) != checksum(moved.to(dtype))
+    assert AdamW({"w": torch.nn.Parameter(weight)}, OptimizerSettings()).compute_checksums() == {}
 
 
 class Echo(Ranks):
@@ -112,16 +118,13 @@ class Echo(Ranks):
         tensor.mul_(2)
 
 
-def test_gradients_are_summed_in_buckets_and_a_weight_without_one_keeps_none() -> None:
-    weights = [torch.zeros(shape) for shape in ((2, 3), (5,), (4, 4), (1,))]
-    for index, weight in enumerate(weights):
-        weight.grad = None if index == 1 else torch.full_like(weight, index + 1.0)
-    weights[2].grad = weights[2].grad.t().contiguous().t()
+def test_gradients_are_summed_in_buckets() -> None:
+    gradients = [torch.full(shape, value) for shape, value in (((2, 3), 1.0), ((4, 4), 3.0), ((1,), 4.0))]
+    gradients[1] = gradients[1].t().contiguous().t()
     ranks = Echo()
-    sum_gradients(weights, ranks, bucket_bytes=4 * 7)
-    assert ranks.sent == [4, 6, 16, 1]
-    assert weights[1].grad is None
-    assert [weights[index].grad.unique().tolist() for index in (0, 2, 3)] == [[2.0], [6.0], [8.0]]
+    sum_gradients(gradients, ranks, bucket_bytes=4 * 7)
+    assert ranks.sent == [6, 16, 1]
+    assert [gradient.unique().tolist() for gradient in gradients] == [[2.0], [6.0], [8.0]]
 
 
 @settings(deadline=None, max_examples=80)

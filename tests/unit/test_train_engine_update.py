@@ -283,7 +283,7 @@ def test_lr_zero_keeps_weights_bit_equal_and_the_ratio_at_one(numerics: str) -> 
 
 
 def test_dropout_never_wakes_up() -> None:
-    for checkpointing in (False, True):
+    for checkpointing in ("none", "full"):
         model, batch = build_model(attention_dropout=0.5), build_rows(LENGTHS)
         engine = build_engine(model, lr=0.0, gradient_checkpointing=checkpointing)
         quiet = gradients(engine, batch, SFTLoss())
@@ -300,7 +300,7 @@ def test_checkpointing_computes_layers_again_and_changes_no_gradient() -> None:
     plain = gradients(build_engine(model), batch, SFTLoss())
     calls: list[int] = []
     hook = model.module.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    again = gradients(build_engine(model, gradient_checkpointing=True), batch, SFTLoss())
+    again = gradients(build_engine(model, gradient_checkpointing="full"), batch, SFTLoss())
     assert len(calls) == 2
     hook.remove()
     assert equal(again, plain)
@@ -357,6 +357,38 @@ def test_metrics_equal_hand_written_values() -> None:
     assert engine.update(batch, ProbeLoss())["probe/seen"].value == count
 
 
+class DividingLoss(SFTLoss):
+    """Divides by what counts, as a user's loss may."""
+
+    def __call__(self, logprobs_T: Tensor, entropy_T: Tensor | None, mask_T: Tensor, *others: Any) -> LossSum:
+        found = super().__call__(logprobs_T, entropy_T, mask_T, *others)
+        return LossSum(found.total / mask_T.sum() * mask_T.sum(), found.weight, found.metrics)
+
+
+def test_rows_without_a_token_that_counts_are_not_asked_about() -> None:
+    batch = build_rows(LENGTHS)
+    masks = [mask if row % 3 else np.zeros_like(mask) for row, mask in enumerate(batch.arrays("loss_mask"))]
+    engine = build_engine(build_model(torch.float64), micro_batch_tokens=1)
+    found = gradients(engine, batch.with_column("loss_mask", masks), DividingLoss())
+    expected = gradients(engine, batch.take([1, 2, 4, 5, 7]), SFTLoss())
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, rtol=1e-10, atol=1e-14), name
+    metrics = engine.update(batch.with_column("loss_mask", masks), DividingLoss())
+    assert (metrics["train/skipped_steps"].value, metrics["train/rows"].value) == (0, 5)
+
+
+def test_a_tied_weight_is_trained_once() -> None:
+    model, batch = build_model(torch.float64), build_rows(LENGTHS)
+    engine = build_engine(model, lr=0.1, max_grad_norm=0.0)
+    gradient = gradients(engine, batch, SFTLoss())["model.embed_tokens.weight"]
+    expected = torch.nn.Parameter(model.head_weight.detach().clone())
+    expected.grad = gradient.clone()
+    torch.optim.AdamW([expected], lr=0.1, weight_decay=0.0).step()
+    engine.update(batch, SFTLoss())
+    assert torch.allclose(model.head_weight, expected, rtol=1e-12, atol=0.0)
+    assert model.head_weight is model.module.get_input_embeddings().weight
+
+
 def test_bfloat16_on_the_cpu_trains_through_masters_at_fixed_addresses() -> None:
     batch = build_rows(LENGTHS)
     exact = gradients(build_engine(build_model(), micro_batch_tokens=40), batch, SFTLoss())
@@ -371,8 +403,9 @@ def test_bfloat16_on_the_cpu_trains_through_masters_at_fixed_addresses() -> None
     losses = [engine.update(batch, SFTLoss())["sft/loss"].value for _ in range(10)]
     assert losses[-1] < 0.8 * losses[0]
     assert {name: weight.data_ptr() for name, weight in model.module.named_parameters()} == addresses
-    masters = engine.optimizer.state_tensors()
-    assert all(torch.equal(w, masters[f"master/{n}"].bfloat16()) for n, w in model.module.named_parameters())
+    masters = engine.state_tensors()
+    assert all(masters[f"model/{n}"].dtype == torch.float32 for n, _ in model.module.named_parameters())
+    assert all(torch.equal(w, masters[f"model/{n}"].bfloat16()) for n, w in model.module.named_parameters())
 
 
 def test_faulty_rows_are_named() -> None:

@@ -1,12 +1,13 @@
 """Checkpoints: safetensors shards beside a JSON manifest, whole or not there, readable into any layout."""
 
 from hybridflow.checkpoint.export import HUGGING_FACE, export_checkpoint
-from hybridflow.checkpoint.manifest import CheckpointError, Manifest, ShardEntry, TensorShard
-from hybridflow.checkpoint.reader import Checkpoint, load_shards, newest_checkpoint, open_checkpoint
+from hybridflow.checkpoint.manifest import CheckpointError, Manifest, ShardEntry, TensorShard, intersect
+from hybridflow.checkpoint.reader import Box, Checkpoint, load_shards, newest_checkpoint, open_checkpoint
 from hybridflow.checkpoint.writer import CheckpointWriter, prune, write_shard
 
 __all__ = [
     "HUGGING_FACE",
+    "Box",
     "Checkpoint",
     "CheckpointError",
     "CheckpointWriter",
@@ -14,6 +15,7 @@ __all__ = [
     "ShardEntry",
     "TensorShard",
     "export_checkpoint",
+    "intersect",
     "load_shards",
     "newest_checkpoint",
     "open_checkpoint",

@@ -23,6 +23,7 @@ from pydantic.dataclasses import dataclass
 from hybridflow.config import HybridflowError
 
 MANIFEST, STATE = "manifest.json", "state.json"
+FORMAT: Literal[2] = 2
 _FORBID = ConfigDict(extra="forbid")
 # No part begins with a dot, so that a path never leaves the checkpoint's directory.
 _File = Annotated[str, StringConstraints(pattern=r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$")]
@@ -71,7 +72,7 @@ class ShardEntry:
 class Manifest:
     """The index of a checkpoint. `sequence` counts the checkpoints of a directory in the order they were written."""
 
-    format: Literal[1]
+    format: Literal[2]
     sequence: int
     step: int
     shards: tuple[ShardEntry, ...]
@@ -94,6 +95,7 @@ def read_manifest(directory: Path) -> Manifest:
         body = content["manifest"]
         if content["sha256"] != _hash_json(body):
             raise CheckpointError("it does not match its checksum")
+        _check_format(body["format"])
         manifest = TypeAdapter(Manifest).validate_python(body)
         check_manifest(manifest)
     except ValidationError as error:
@@ -127,6 +129,14 @@ def check_manifest(manifest: Manifest) -> None:
             raise CheckpointError(
                 f"{where} has {held} of {math.prod(boxes[0].global_shape)} values; a rank's shard is missing"
             )
+
+
+def _check_format(found: Any) -> None:
+    if found != FORMAT:
+        raise CheckpointError(
+            f"it is of format {found}, and this version of hybridflow reads format {FORMAT}; go on with the version that wrote it, or "
+            "start anew with model.path at a model that it has exported"
+        )
 
 
 def iter_tensors(shards: Iterable[ShardEntry]) -> Iterator[tuple[tuple[str, str], list[tuple[str, TensorShard]]]]:

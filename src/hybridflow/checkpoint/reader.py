@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,15 @@ from hybridflow.checkpoint.manifest import (
 _log = logging.getLogger(__name__)
 _Pieces = list[tuple[str, TensorShard]]
 _DTYPES = {name: getattr(torch, name) for name in get_args(Dtype)}
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor that a rank wants: rows 128 to 255 of an embedding are `Box((256, 64), offsets=(128, 0), shape=(128, 64))`."""
+
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,27 @@ class Checkpoint:
                 for name, pieces in names.items()
                 if name.startswith(prefix)
             }
+
+    def load_boxes(self, role: str, boxes: Mapping[str, Box]) -> dict[str, Tensor]:
+        """A box of each tensor of a role, as a rank of any layout holds them.
+
+        Raises CheckpointError for a tensor that is only here, only in the checkpoint, or of another shape there.
+        """
+        saved = {name: pieces for (owner, name), pieces in iter_tensors(self.manifest.shards) if owner == role}
+        for name in sorted(saved.keys() ^ boxes.keys())[:1]:
+            where = f"is in {self.path}, but this run has none" if name in saved else f"is not in {self.path}"
+            raise CheckpointError(f"tensor '{name}' of {role} {where}; resume with the same model and train.lora")
+        with ExitStack() as stack:
+            reader, loaded = _Reader(self.path, stack), {}
+            for name, box in boxes.items():
+                there = saved[name][0][1].global_shape
+                if there != box.global_shape:
+                    raise CheckpointError(
+                        f"tensor '{name}' of {role} is {list(there)} in {self.path} and {list(box.global_shape)} here; "
+                        "resume with the same model"
+                    )
+                loaded[name] = reader.read(name, saved[name], box.offsets, box.shape)
+            return loaded
 
     def load_region(self, role: str, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """One box of one tensor, as another layout wants it; only the shards that it touches are read."""
@@ -115,11 +146,17 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return _build(path, manifest)
 
 
-def load_shards(directory: str | os.PathLike[str], role: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A role's tensors, whole, and its state, from a checkpoint that the controller has verified already."""
+def load_shards(
+    directory: str | os.PathLike[str], role: str, boxes: Mapping[str, Box] | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A role's tensors and its state, from a checkpoint that the controller has verified already.
+
+    boxes: those of this rank, as of `Checkpoint.load_boxes`; None reads all tensors whole.
+    """
     path = Path(directory)
     checkpoint = _build(path, read_manifest(path))
-    return checkpoint.load_tensors(role), checkpoint.role_state(role)
+    tensors = checkpoint.load_tensors(role) if boxes is None else checkpoint.load_boxes(role, boxes)
+    return tensors, checkpoint.role_state(role)
 
 
 def scan(root: Path) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]:

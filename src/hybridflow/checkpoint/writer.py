@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hybridflow.checkpoint.manifest import (
+    FORMAT,
     MANIFEST,
     STATE,
     CheckpointError,
@@ -28,25 +29,25 @@ from hybridflow.checkpoint.manifest import (
 )
 from hybridflow.checkpoint.reader import find_damage, scan, step_of
 
-Layout = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+Boxes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 """Global shape and offsets of each tensor of which this writer has a part."""
 
 
 def write_shard(
-    path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None = None, layout: Layout | None = None
+    path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None = None, boxes: Boxes | None = None
 ) -> ShardEntry:
     """Write one shard to a path from `CheckpointWriter.shard_path`, in whichever process has the tensors; flushed to disk.
 
-    tensors: on any device; they must not change meanwhile. Those not in `layout` are whole.
+    tensors: on any device; they must not change meanwhile. Those not in `boxes` are whole.
     state:   what else the writer must know again; plain JSON.
     """
-    state, layout = dict(state or {}), layout or {}
+    state, boxes = dict(state or {}), boxes or {}
     _check_json(state, "state")
-    boxes = {name: _box(name, tensor, layout.get(name)) for name, tensor in tensors.items()}
+    placed = {name: _box(name, tensor, boxes.get(name)) for name, tensor in tensors.items()}
     save_file(_separate(tensors), path)
     _flush(path)
     role, rank = path.parent.name, int(path.stem.removeprefix("rank_"))
-    return ShardEntry(role, rank, f"{role}/{path.name}", describe_file(path), boxes, state)
+    return ShardEntry(role, rank, f"{role}/{path.name}", describe_file(path), placed, state)
 
 
 class CheckpointWriter:
@@ -98,7 +99,7 @@ class CheckpointWriter:
         files = {entry.file: entry.record for entry in entries} | self._describe_others(
             {entry.file for entry in entries}
         )
-        manifest = Manifest(1, sequence, self._step, tuple(entries), files)
+        manifest = Manifest(FORMAT, sequence, self._step, tuple(entries), files)
         write_manifest(self._directory, manifest)
         damage = find_damage(self._directory, manifest, checksums=False)
         if damage is not None:

@@ -2,6 +2,15 @@
 
 from hybridflow.config.errors import ConfigError, HybridflowError
 from hybridflow.config.load import check_config, load_config, to_yaml
-from hybridflow.config.settings import Field, settings
+from hybridflow.config.settings import AliasChoices, Field, settings
 
-__all__ = ["ConfigError", "Field", "HybridflowError", "check_config", "load_config", "settings", "to_yaml"]
+__all__ = [
+    "AliasChoices",
+    "ConfigError",
+    "Field",
+    "HybridflowError",
+    "check_config",
+    "load_config",
+    "settings",
+    "to_yaml",
+]

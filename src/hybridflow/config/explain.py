@@ -38,7 +38,7 @@ def explain_all(error: ValidationError, cls: type, values: Any, root: str = "") 
     by_path: dict[Path, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         by_path.setdefault(_real_path(details, values), []).append(details)
-    return "\n".join(_explain(cls, path, group, root) for path, group in by_path.items())
+    return "\n".join(_explain(cls, path, group, root, values) for path, group in by_path.items())
 
 
 def _real_path(details: ErrorDetails, values: Any) -> Path:
@@ -60,11 +60,15 @@ def _holds(node: Any, part: str | int) -> bool:
     return isinstance(node, dict) and part in node
 
 
-def _explain(cls: type, path: Path, group: list[ErrorDetails], root: str) -> str:
+def _explain(cls: type, path: Path, group: list[ErrorDetails], root: str, values: Any) -> str:
     first = group[0]
     key = ".".join((root, *path)) if root else ".".join(path)
     kind = first["type"]
     if kind in _UNKNOWN:
+        twin = schema.find_twin(cls, path, values)
+        if twin is not None:
+            other = ".".join((*key.split(".")[:-1], twin))
+            return f"{key} and {other} are two names of one setting, and both are set; keep one"
         return explain_unknown(cls, path, shown(first["input"]), root)
     if kind in _MISSING and isinstance(first["loc"][-1], int):
         return f"{key} is not set, and its list must have at least {first['loc'][-1] + 1} items; add it"

@@ -7,6 +7,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
 _NEAR = 0.6
@@ -17,6 +18,28 @@ def fields(cls: Any) -> dict[str, FieldInfo]:
     """The fields of a settings class, with resolved annotations and descriptions."""
     declared: dict[str, FieldInfo] = cls.__pydantic_fields__
     return declared
+
+
+def spellings(cls: Any) -> dict[str, str]:
+    """Every name that a key of the class may be written by, and the field's own: `{"tp": "tp", "tensor_parallel_size": "tp"}`."""
+    return {spelling: name for name, field in fields(cls).items() for spelling in (name, *_other_names(field))}
+
+
+def _other_names(field: FieldInfo) -> tuple[str, ...]:
+    alias = field.validation_alias
+    return tuple(str(choice) for choice in alias.choices) if isinstance(alias, AliasChoices) else ()
+
+
+def find_twin(cls: type, path: tuple[str, ...], values: Any) -> str | None:
+    """The other spelling by which `values` set the key at `path` too, or None."""
+    for part in path[:-1]:
+        values = values[int(part) if isinstance(values, list | tuple) else part]
+    for owner in classes_at(cls, path[:-1]):
+        names = spellings(owner)
+        twins = [key for key in values if key != path[-1] and path[-1] in names and names.get(key) == names[path[-1]]]
+        if twins:
+            return str(twins[0])
+    return None
 
 
 def is_settings(annotation: Any) -> bool:
@@ -40,10 +63,10 @@ def iter_settings(annotation: Any) -> Iterator[type]:
 
 
 def iter_keys(cls: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key below `cls`, sections before their contents."""
-    for name, field in fields(cls).items():
+    """Every dotted key below `cls` in every spelling, sections before their contents."""
+    for name, own in spellings(cls).items():
         yield prefix + name
-        for child in iter_settings(field.annotation):
+        for child in iter_settings(fields(cls)[own].annotation):
             yield from iter_keys(child, f"{prefix}{name}.")
 
 
@@ -58,8 +81,8 @@ def classes_at(cls: type, path: tuple[str, ...]) -> tuple[type, ...]:
 def field_at(cls: type, path: tuple[str, ...]) -> FieldInfo | None:
     """The field at a dotted path below `cls`, or None where there is none."""
     for owner in classes_at(cls, path[:-1]):
-        if path[-1] in fields(owner):
-            return fields(owner)[path[-1]]
+        if path[-1] in spellings(owner):
+            return fields(owner)[spellings(owner)[path[-1]]]
     return None
 
 
@@ -85,7 +108,7 @@ def nearest_key(cls: type, path: tuple[str, ...]) -> str | None:
     First a sibling that is nearly the same word, then a key of the same name elsewhere, then whatever is alike.
     """
     section = "".join(f"{part}." for part in path[:-1])
-    siblings = [name for owner in classes_at(cls, path[:-1]) for name in fields(owner)]
+    siblings = [name for owner in classes_at(cls, path[:-1]) for name in spellings(owner)]
     sibling = nearest(path[-1], siblings)
     if sibling and difflib.SequenceMatcher(None, sibling, path[-1]).ratio() >= _SAME_WORD:
         return section + sibling
@@ -102,8 +125,8 @@ def nearest_key(cls: type, path: tuple[str, ...]) -> str | None:
 
 def _step(annotation: Any, part: str) -> Iterator[Any]:
     if is_settings(annotation):
-        if part in fields(annotation):
-            yield fields(annotation)[part].annotation
+        if part in spellings(annotation):
+            yield fields(annotation)[spellings(annotation)[part]].annotation
         return
     origin, members = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):

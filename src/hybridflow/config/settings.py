@@ -3,6 +3,7 @@
 import functools
 from typing import Any, TypeVar, dataclass_transform
 
+from pydantic import AliasChoices as AliasChoices
 from pydantic import ConfigDict, ValidationError
 from pydantic import Field as Field
 from pydantic.dataclasses import dataclass
@@ -22,6 +23,8 @@ def settings(cls: type[T]) -> type[T]:
     Nothing is converted except a whole number where a float is meant, and a list where a tuple is meant; NaN and
     infinity are refused. The string below an attribute is its description. Ranges and required fields:
     `lr: float = Field(default=1e-3, gt=0)`, `path: str` (write `default=`, or type checkers take the field for required).
+    A key with a second name is declared so, its own name first: `tp: int = Field(default=1,
+    validation_alias=AliasChoices("tp", "tensor_parallel_size"))`; what is written out has its own name.
     A check over several fields goes into `__post_init__` and raises ValueError with one sentence.
     Constructing one with a wrong value raises `ConfigError`.
     """

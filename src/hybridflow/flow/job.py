@@ -17,9 +17,10 @@ from hybridflow.observability.run import RunDirectory, RunSettings
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.carried import Snapshot, write_snapshot
 from hybridflow.roles.policy import ModelSettings, ModelSpec, check_model
+from hybridflow.roles.trainers import check_training
 from hybridflow.runtime.api import Runtime, RuntimeSettings
 from hybridflow.runtime.placement import PlacementSettings, check_roles
-from hybridflow.runtime.start import worker_threads
+from hybridflow.runtime.start import runs_in_process, worker_threads
 from hybridflow.train_engine import TrainSettings
 from hybridflow.types import Metrics, MetricsRef, Numerics, Ref, Span, last, maximum
 
@@ -56,7 +57,7 @@ class _SafePoint:
     """A finished step that a run can be taken up from without its workers."""
 
     step: int
-    snapshot: Ref[Snapshot]
+    snapshot: tuple[Ref[Snapshot], ...]
     state: dict[str, Any]
 
 
@@ -133,8 +134,8 @@ class Job:
     def save(self, step: int) -> None:
         """A checkpoint of all state after `step` steps."""
         with phase("save"), CheckpointWriter(self.run.checkpoints, step) as writer:
-            entry = self.runtime.get(self.actor.save(writer.shard_path("actor", 0)))
-            writer.commit([entry], self._state(step))
+            entries = self.runtime.get(self.actor.save(writer))
+            writer.commit(entries, self._state(step))
         prune(self.run.checkpoints, keep=self._checkpoint.keep)
 
     def rescue(self) -> int | None:
@@ -145,10 +146,11 @@ class Job:
         self.run.log_recoveries(self.runtime.recoveries(unfinished=True))
         saved = newest_checkpoint(self.run.checkpoints)
         for safe in reversed(self._safe):
-            if self.runtime.is_there(safe.snapshot) and (saved is None or saved.step < safe.step):
+            if all(map(self.runtime.is_there, safe.snapshot)) and (saved is None or saved.step < safe.step):
                 with CheckpointWriter(self.run.checkpoints, safe.step) as writer:
-                    snapshot = self.runtime.get(safe.snapshot)
-                    writer.commit([write_snapshot(snapshot, writer.shard_path("actor", 0))], safe.state)
+                    parts = self.runtime.get(safe.snapshot)
+                    paths = [writer.shard_path("actor", 0 if len(parts) == 1 else part.rank) for part in parts]
+                    writer.commit(list(map(write_snapshot, parts, paths)), safe.state)
                 return safe.step
         return None
 
@@ -271,6 +273,12 @@ def check_placed_models(
             f"runtime.placement: 'rollout' asks for {placement.dtype('rollout')} on the actor's own devices, where it generates with the "
             "actor's weights; leave its dtype out, or give it devices of its own"
         )
+
+
+def check_trainers(model: ModelSettings, train: TrainSettings, runtime: RuntimeSettings, numerics: Numerics) -> None:
+    """Raises ConfigError for what can be seen to be wrong with how the trainers share the model, before any of them starts."""
+    num_trainers = 1 if runs_in_process(runtime) else runtime.placement.num_workers("actor")
+    check_training(model, train, numerics, num_trainers)
 
 
 def model_spec(settings: ModelSettings, runtime: RuntimeSettings, numerics: Numerics, seed: int) -> ModelSpec:

@@ -30,11 +30,13 @@ from hybridflow.observability.graph import (
 from hybridflow.observability.phases import set_step
 from hybridflow.rewards import RewardSettings
 from hybridflow.roles.policy import ModelSettings, resolve_device
+from hybridflow.roles.trainers import check_training, describe_layout, describe_memory
 from hybridflow.runtime.api import RuntimeSettings
 from hybridflow.runtime.placement import Inventory, Placement, RolePlacement, plan_placement
 from hybridflow.runtime.recording import RecordedCall, RecordedGroup, RecordingRuntime, find_nodes
 from hybridflow.runtime.start import runs_in_process
-from hybridflow.types import BatchRef, MetricsRef
+from hybridflow.train_engine import TrainSettings
+from hybridflow.types import BatchRef, MetricsRef, Numerics
 
 MAX_NODES_SHOWN = 8
 """Nodes told one by one; the others are counted."""
@@ -114,6 +116,7 @@ def plan_rl(config: RLConfig) -> Plan:
         "a step": f"{rows} = {_count(config.prompts_per_step * samples, 'row')}, {_count(config.updates_per_step, 'update')}",
         "evaluation": _describe_evaluation(config.evaluation, inputs.held_out),
         "checkpoints": _describe_checkpoints(config.checkpoint),
+        **_describe_trainers(config.model, config.train, config.runtime, config.numerics, site),
     }
     return _build_plan("rl", facts, site, runtime, _describe_devices(config.model, config.reference, config.reward))
 
@@ -130,6 +133,7 @@ def plan_sft(config: SFTConfig) -> Plan:
         "a step": f"{_count(config.rows_per_step, 'row')}, 1 update",
         "evaluation": _describe_evaluation(config.evaluation, inputs.held_out),
         "checkpoints": _describe_checkpoints(config.checkpoint),
+        **_describe_trainers(config.model, config.train, config.runtime, config.numerics, site),
     }
     devices = _describe_devices(config.model, None, config.reward or RewardSettings())
     return _build_plan("sft", facts, site, runtime, devices)
@@ -213,6 +217,19 @@ def _describe_devices(model: ModelSettings, reference: ModelSettings | None, rew
         "reference": resolve_device((reference or model).device),
         "reward": "inline" if reward.inline else _count(reward.workers, "process", "processes"),
     }
+
+
+def _describe_trainers(
+    model: ModelSettings, train: TrainSettings, settings: RuntimeSettings, numerics: Numerics, site: _Site
+) -> dict[str, str]:
+    """How the trainers share the model, and what each needs."""
+    placed = site.placement.of("actor") if site.placement else None
+    layout = check_training(model, train, numerics, len(placed.slots) if placed else 1)
+    if layout is None:
+        return {}
+    kind, dtype = settings.placement.kind("actor"), settings.placement.dtype("actor")
+    memory = describe_memory(model, train, layout, kind if site.placement else None, dtype)
+    return ({"layout": describe_layout(layout)} if layout.size > 1 else {}) | {"memory": memory}
 
 
 def _describe_steps(steps: int, evaluation: EvaluationSettings) -> str:

@@ -15,7 +15,15 @@ from hybridflow.checkpoint import Checkpoint
 from hybridflow.config import ConfigError, Field, settings, to_yaml
 from hybridflow.data import DataSettings, PromptPool, chat_stop_ids
 from hybridflow.flow.evaluation import EvaluationSettings, Evaluator, read_held_out
-from hybridflow.flow.job import CheckpointSettings, Job, check_placed_models, find_run, model_spec, train_over
+from hybridflow.flow.job import (
+    CheckpointSettings,
+    Job,
+    check_placed_models,
+    check_trainers,
+    find_run,
+    model_spec,
+    train_over,
+)
 from hybridflow.observability.phases import phase
 from hybridflow.observability.run import RunDirectory, RunSettings
 from hybridflow.rewards import RewardSettings, check_reward, source_hash
@@ -58,7 +66,7 @@ class RLConfig:
     algorithm: GRPOSettings = Field(default_factory=GRPOSettings)
     """Advantages, clipping, KL."""
     reference: ModelSettings | None = None
-    """The policy that KL is measured to; null takes `model`, as it was at the start."""
+    """The policy that KL is measured to; null takes `model`, as it was at the start; with `train.lora` the actor without its adapter."""
     train: TrainSettings = Field(default_factory=TrainSettings)
     """Optimizer and micro-batches."""
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
@@ -121,9 +129,10 @@ def read_rl_inputs(
 
 def _check_settings(config: RLConfig) -> None:
     models = {"actor": config.model, "rollout": config.model}
-    if config.algorithm.reads_reference:
+    if config.algorithm.reads_reference and not _adapter_gives_reference(config):
         models["reference"] = config.reference or config.model
     check_placed_models(config.runtime.placement, (*models, "reward"), models, config.numerics)
+    check_trainers(config.model, config.train, config.runtime, config.numerics)
     if config.sampling.top_p < 1.0 or config.sampling.top_k > 0:
         raise ConfigError(
             f"sampling.top_p={config.sampling.top_p}, sampling.top_k={config.sampling.top_k}: training samples come from the whole "
@@ -144,6 +153,11 @@ def _check_settings(config: RLConfig) -> None:
             f"updates_per_step: {config.updates_per_step} is more than prompts_per_step={config.prompts_per_step}; "
             "groups stay whole, so set it to at most that"
         )
+
+
+def _adapter_gives_reference(config: RLConfig) -> bool:
+    """Whether the reference is the actor without its adapter, and needs no model of its own."""
+    return config.train.lora is not None and config.reference is None
 
 
 class RLJob(Job):
@@ -196,7 +210,9 @@ class RLJob(Job):
         """The verbs that add columns to a rollout: always the reward; more where the algorithm reads more."""
         scorers: dict[str, Callable[[BatchRef], BatchRef]] = {"reward": reward.score}
         columns = self.algorithm.loss.columns
-        if "ref_logprobs" in columns:
+        if "ref_logprobs" in columns and _adapter_gives_reference(self.config):
+            scorers["reference"] = actor.reference_log_prob
+        elif "ref_logprobs" in columns:
             reference = Reference(
                 runtime,
                 replace(model, settings=self.config.reference or self.config.model),

@@ -14,7 +14,15 @@ from hybridflow.checkpoint import Checkpoint
 from hybridflow.config import Field, settings, to_yaml
 from hybridflow.data import DataSettings, SFTLoader
 from hybridflow.flow.evaluation import EvaluationSettings, Evaluator, read_held_out
-from hybridflow.flow.job import CheckpointSettings, Job, check_placed_models, find_run, model_spec, train_over
+from hybridflow.flow.job import (
+    CheckpointSettings,
+    Job,
+    check_placed_models,
+    check_trainers,
+    find_run,
+    model_spec,
+    train_over,
+)
 from hybridflow.observability.run import RunDirectory, RunSettings
 from hybridflow.rewards import RewardSettings, source_hash
 from hybridflow.roles.actor import Actor, ActorSpec
@@ -77,6 +85,7 @@ def read_sft_inputs(config: SFTConfig, *, reward_function: Callable[..., Any] | 
     """Reads and checks all that can be before a worker starts. Raises ConfigError for what is wrong."""
     models = {"actor": config.model, "rollout": config.model}
     check_placed_models(config.runtime.placement, (*models, "reward"), models, config.numerics)
+    check_trainers(config.model, config.train, config.runtime, config.numerics)
     run, resume_from = find_run(config.run, "sft", config.checkpoint)
     tokenizer = read_tokenizer(config.model)
     function = reward_function or (config.reward and config.reward.function)

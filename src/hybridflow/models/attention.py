@@ -7,6 +7,7 @@ Dimensions: T packed tokens, S sequences, B sequences with a cache, H query head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,8 +38,10 @@ class AttentionForm:
 class AttentionPlan(Protocol):
     """Attention over a fixed set of rows; made once a forward pass, used by every layer."""
 
-    def attend(self, layer: int, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm) -> Tensor:
-        """Attention output [T, H, K] of one layer's new tokens."""
+    def attend(
+        self, module: nn.Module, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm
+    ) -> Tensor:
+        """Attention output [T, H, K] of one layer's new tokens; `module` is the layer's attention, for plans that must know which."""
         ...
 
 
@@ -48,11 +51,13 @@ class Packed:
 
     cu_seqlens: [S+1] int32, starts at 0, ends at T. On the CPU preferably, also for a model on a GPU (no host sync then).
     max_len:    length of the longest sequence.
+    wrap:       what the training engine puts around the plan (sequence parallel); None leaves it.
     Use one object for several forward passes over the same rows: it keeps its index plan.
     """
 
     cu_seqlens: Tensor
     max_len: int
+    wrap: Callable[[AttentionPlan], AttentionPlan] | None = field(default=None, repr=False, compare=False)
     plans: dict[tuple[str, str], AttentionPlan] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -138,14 +143,20 @@ def attend_rows(
         raise RuntimeError(f"attention dropout is {dropout}, but post-training has none: set attention_dropout to 0")
     if attention_pass.closed:
         raise RuntimeError("numerics 'exact' cannot compute layers again in backward: turn gradient checkpointing off")
-    attention_pass.calls += 1
+    if not torch.compiler.is_compiling():  # a number that a compiled layer reads is compiled in
+        attention_pass.calls += 1
     rows = [x.transpose(1, 2).squeeze(0) for x in (query, key, value)]
     form = AttentionForm(scaling, sliding_window, softcap)
-    out_THK = attention_pass.plan.attend(int(module.layer_idx), rows[0], rows[1], rows[2], form)  # type: ignore[arg-type]
+    out_THK = attention_pass.plan.attend(module, rows[0], rows[1], rows[2], form)
     return out_THK.unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, attend_rows)
+
+
+def layer_index(module: nn.Module) -> int:
+    """Which layer's attention this is."""
+    return int(module.layer_idx)  # type: ignore[arg-type]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

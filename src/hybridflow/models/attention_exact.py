@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hybridflow.models.attention import AttentionForm, Paged
+from hybridflow.models.attention import AttentionForm, Paged, layer_index
 from hybridflow.models.exact import bmm_fixed
 from hybridflow.models.kv_cache import PagedKVCache
 
@@ -157,12 +157,15 @@ class ExactPlan:
             self._backward = _BackwardIndex(self.lengths)
         return self._backward
 
-    def attend(self, layer: int, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm) -> Tensor:
+    def attend(
+        self, module: nn.Module, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm
+    ) -> Tensor:
         """Attention output [T, H, K]; zeros for the dummy rows at the end."""
         if self.cache is None:
             return _ExactAttention.apply(query_THK, key_TNK, value_TNK, self, form)
         assert self.new_slots is not None
         num_new = self.new_slots.shape[0]
+        layer = layer_index(module)
         self.cache.write(layer, self.new_slots, key_TNK[:num_new], value_TNK[:num_new])
         index = self.forward_index(form.window)
         return _attend_blocks(query_THK, self.cache.keys[layer], self.cache.values[layer], index, form)[0]

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from hybridflow.models.attention import AttentionForm, AttentionPlan, Paged, to_device
+from hybridflow.models.attention import AttentionForm, AttentionPlan, Paged, layer_index, to_device
 from hybridflow.models.kv_cache import PagedKVCache
 
 SHORT_ROW_TOKENS = 32
@@ -154,7 +154,9 @@ class PaddedPlan:
         self.padding = RowPadding(lengths, plan_buckets(lengths), device)
         self.masks: dict[tuple[int, int | None, int], Tensor] = {}
 
-    def attend(self, layer: int, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm) -> Tensor:
+    def attend(
+        self, module: nn.Module, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm
+    ) -> Tensor:
         """Attention output [T, H, K]."""
         group = query_THK.shape[1] // key_TNK.shape[1]
         padded = zip(*(self.padding.pad(rows) for rows in (query_THK, key_TNK, value_TNK)), strict=True)
@@ -214,11 +216,14 @@ class PagedPlan:
             torch.arange(slots.shape[1], device=self.device)[None, None, :],
         )
 
-    def attend(self, layer: int, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm) -> Tensor:
+    def attend(
+        self, module: nn.Module, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm
+    ) -> Tensor:
         """Attention output [T, H, K] of the new tokens."""
+        layer = layer_index(module)
         self.cache.write(layer, self.new_slots, key_TNK, value_TNK)
         if self.packed is not None:
-            return self.packed.attend(layer, query_THK, key_TNK, value_TNK, form)
+            return self.packed.attend(module, query_THK, key_TNK, value_TNK, form)
         group = query_THK.shape[1] // key_TNK.shape[1]
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         outs = []

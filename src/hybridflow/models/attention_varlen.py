@@ -9,7 +9,7 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from hybridflow.models.attention import AttentionForm
@@ -32,11 +32,13 @@ class VarlenPlan:
         self.cu_seqlens = cu_seqlens.to(device, torch.int32, non_blocking=True)
         self.max_len = max_len
 
-    def attend(self, layer: int, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm) -> Tensor:
+    def attend(
+        self, module: nn.Module, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm
+    ) -> Tensor:
         """Attention output [T, H, K]."""
         if form.softcap is not None:
             raise RuntimeError(
-                f"layer {layer} has an attention softcap, {form.softcap}, which flash attention does not know"
+                f"the model has an attention softcap, {form.softcap}, which flash attention does not know"
             )
         window = (-1, 0) if form.window is None or form.window >= self.max_len else (form.window - 1, 0)
         grouped = query_THK.shape[1] != key_TNK.shape[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from hybridflow.models.adapter_files import ADAPTER_CONFIG
 from hybridflow.models.attention import ATTENTION_NAME
 from hybridflow.models.families import UnsupportedModelError, check_family
+from hybridflow.models.lora import merged_weights, plain_name
 from hybridflow.models.model import LanguageModel
 from hybridflow.types import Numerics
 
@@ -60,6 +63,11 @@ def load_model(
 
 def _checked_directory(path: str | os.PathLike[str]) -> Path:
     directory = Path(path)
+    if (directory / ADAPTER_CONFIG).is_file():
+        # Transformers would load the model that the adapter names, from elsewhere, or leave the adapter out where PEFT is missing.
+        raise UnsupportedModelError(
+            f"'{directory}' holds an adapter ({ADAPTER_CONFIG}): give the directory of its base model, and the adapter as train.lora.path"
+        )
     if not (directory / "config.json").is_file():
         raise UnsupportedModelError(
             f"no config.json in '{directory}': give the directory of a saved Hugging Face model"
@@ -131,27 +139,29 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
 
 
 def save_model(
-    model: LanguageModel, tokenizer: PreTrainedTokenizerBase | None, directory: str | os.PathLike[str]
+    model: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    directory: str | os.PathLike[str],
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Writes a directory that Transformers and `load_model` read back with equal weights.
+    """Writes a directory that Transformers and `load_model` read back with equal weights; an adapter is merged in.
+
+    weights: whole parameters by the names of the plain model, where the live ones are shards; None takes the live ones.
 
     A tied head is written once, as its family does. The model itself is not changed. Not by `save_pretrained`, which leaves the weights
     out, without a word, in a process that has a rank other than 0.
     """
     os.makedirs(directory, exist_ok=True)
-    save_file(_own_weights(model.module), Path(directory) / "model.safetensors", metadata={"format": "pt"})
+    parameters = merged_weights(model) if weights is None else weights.items()
+    own = {name: weight.detach().cpu().contiguous() for name, weight in parameters}
+    save_file(own | _lasting_buffers(model.module), Path(directory) / "model.safetensors", metadata={"format": "pt"})
     save_description(model, tokenizer, directory)
 
 
-def _own_weights(module: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Parameters and lasting buffers, each storage once, under its first name."""
-    own: dict[str, torch.Tensor] = {}
-    addresses = set()
-    for name, tensor in (*module.named_parameters(), *module.state_dict().items()):
-        if tensor.data_ptr() not in addresses:
-            addresses.add(tensor.data_ptr())
-            own[name] = tensor.detach().cpu().contiguous()
-    return own
+def _lasting_buffers(module: PreTrainedModel) -> dict[str, torch.Tensor]:
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    buffers = {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
+    return {plain_name(name): buffer.cpu().contiguous() for name, buffer in buffers.items()}
 
 
 def save_description(
@@ -160,7 +170,8 @@ def save_description(
     """Writes all of `save_model` but the weights: configuration, generation defaults and tokenizer."""
     config = copy.deepcopy(model.config)
     config.dtype = model.dtype
-    config.architectures = [type(model.module).__name__]
+    # Sharding has put a prefix before the name of the class.
+    config.architectures = [type(model.module).__name__.removeprefix("FSDP")]
     config.save_pretrained(directory)
     if model.module.generation_config is not None:
         model.module.generation_config.save_pretrained(directory)

@@ -6,6 +6,8 @@ Dimensions: T packed tokens, D model.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,12 +15,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridflow.models.attention import ATTENTION_NAME, AttentionPass, AttentionPlan, Packed, Paged
 from hybridflow.models.attention_exact import ExactPlan
+from hybridflow.models.attention_fused import FusedPlan, KernelName, choose_fused
 from hybridflow.models.attention_padded import PaddedPlan, PagedPlan
 from hybridflow.models.attention_varlen import VarlenPlan, serves_varlen
 from hybridflow.models.exact import ExactMath, check_exact, pad_rows
-from hybridflow.models.head import Head
+from hybridflow.models.head import Head, VocabularyShard
 from hybridflow.models.kv_cache import PagedKVCache
 from hybridflow.types import Numerics
+
+T = TypeVar("T")
 
 
 class LanguageModel:
@@ -26,6 +31,13 @@ class LanguageModel:
 
     Made by `load_model` or `fresh_model`. The module is in eval mode: post-training runs without dropout.
     numerics: "exact" (CPU, float32) makes a row's numbers independent of all that is computed beside it.
+
+    device, dtype: where passes are computed and in which numbers, those of the weights when the model was built; weights that are later
+                   kept in shards may have others.
+    packed_kernel: which library's kernel computes attention over packed rows on a GPU, the fastest there is; None is torch's own.
+    layers_compiled: whether the layers run compiled now; who compiles them sees to it that each is called.
+    runner:        what `run` goes through; whoever shards the weights puts in what gathers them.
+    vocabulary:    which rows of the head are here; set where the model is split for tensor parallel, else None.
     """
 
     def __init__(self, module: PreTrainedModel, numerics: Numerics = "fast") -> None:
@@ -39,6 +51,12 @@ class LanguageModel:
         self.vocab_size: int = self.config.vocab_size
         self._attention_softcap: float | None = settings.get("attn_logit_softcapping")
         self._head_softcap: float | None = settings.get("final_logit_softcapping")
+        self.device: torch.device = self.head_weight.device
+        self.dtype: torch.dtype = self.head_weight.dtype
+        self.packed_kernel: KernelName | None = choose_fused(self.device, self.dtype, self.head_dim)
+        self.layers_compiled = False
+        self.runner: Callable[[Callable[[], Any]], Any] | None = None
+        self.vocabulary: VocabularyShard | None = None
         self._numerics: Numerics = "fast"
         self.numerics = numerics
 
@@ -54,24 +72,35 @@ class LanguageModel:
         self._numerics = numerics
 
     @property
+    def packed_attention(self) -> Literal["exact", "padded", "torch"] | KernelName:
+        """What computes attention over packed rows: a fused kernel by name, torch's own for them, or rows padded to blocks."""
+        if self.numerics == "exact":
+            return "exact"
+        if self._attention_softcap is not None:
+            return "padded"
+        return self.packed_kernel or ("torch" if serves_varlen(self.device, self.dtype, self.head_dim) else "padded")
+
+    @property
     def head_weight(self) -> Tensor:
         """Weight of the language-model head, [V, D]; the embedding's own where the two are tied."""
         return self.module.get_output_embeddings().weight
 
     @property
     def head(self) -> Head:
-        """What turns this model's hidden states into logits."""
-        return Head(self.head_weight, softcap=self._head_softcap, exact=self.numerics == "exact")
+        """What turns this model's hidden states into logits; where the vocabulary is split, with the rows that are here."""
+        weight = self.head_weight if self.vocabulary is None else self.vocabulary.local(self.head_weight)
+        exact = self.numerics == "exact"
+        return Head(weight, softcap=self._head_softcap, exact=exact, vocabulary=self.vocabulary)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.head_weight.device
+    def run(self, forward: Callable[[], T]) -> T:
+        """What `forward` returns: a pass from tokens to the head, with all its weights there while it runs.
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
-        return self.head_weight.dtype
+        It returns a tensor, or a tuple of them; backward through these finds the weights again.
+        """
+        if self.runner is None:
+            return forward()
+        result: T = self.runner(forward)
+        return result
 
     def new_cache(self, num_blocks: int) -> PagedKVCache:
         """An empty cache that fits this model, in its dtype and on its device."""
@@ -107,7 +136,7 @@ class LanguageModel:
                 attention_pass=attention_pass,
             )
         attention_pass.closed = exact
-        if attention_pass.calls != self.num_layers:
+        if attention_pass.calls != self.num_layers and not self.layers_compiled:
             raise RuntimeError(
                 f"{attention_pass.calls} of {self.num_layers} layers attended through hybridflow's function (the config names "
                 f"'{self.config._attn_implementation}', not '{ATTENTION_NAME}'): build every other model from a copy of the config"
@@ -118,17 +147,22 @@ class LanguageModel:
     def _plan(self, attention: Packed | Paged) -> AttentionPlan:
         if isinstance(attention, Paged):
             return self._plan_paged(attention)
-        key = (self.numerics, str(self.device))
+        key = (self.packed_attention, str(self.device))
         if key not in attention.plans:
-            attention.plans[key] = self._plan_packed(attention)
+            plan = self._plan_packed(attention)
+            attention.plans[key] = plan if attention.wrap is None else attention.wrap(plan)
         return attention.plans[key]
 
     def _plan_packed(self, attention: Packed) -> AttentionPlan:
-        if self.numerics == "exact":
-            return ExactPlan.packed(attention.lengths)
-        if self._attention_softcap is None and serves_varlen(self.device, self.dtype, self.head_dim):
-            return VarlenPlan(attention.cu_seqlens, attention.max_len, self.device)
-        return PaddedPlan(attention.lengths, self.device)
+        match self.packed_attention:
+            case "exact":
+                return ExactPlan.packed(attention.lengths)
+            case "padded":
+                return PaddedPlan(attention.lengths, self.device)
+            case "torch":
+                return VarlenPlan(attention.cu_seqlens, attention.max_len, self.device)
+            case kernel:
+                return FusedPlan(kernel, attention.cu_seqlens, attention.max_len, self.device)
 
     def _plan_paged(self, attention: Paged) -> AttentionPlan:
         if self.numerics == "exact":

@@ -5,24 +5,26 @@ from __future__ import annotations
 import functools
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from hybridflow.algorithms import Prepared
 from hybridflow.batch import Batch
-from hybridflow.checkpoint import HUGGING_FACE, ShardEntry, load_shards, write_shard
+from hybridflow.checkpoint import HUGGING_FACE, Box, CheckpointWriter, ShardEntry, load_shards, write_shard
 from hybridflow.config import HybridflowError
-from hybridflow.models import save_description, save_model
-from hybridflow.roles.carried import Snapshot, Weights, carry
-from hybridflow.roles.generator import Generator, GeneratorWorker, RolloutSettings
-from hybridflow.roles.parts import TOKENS, add_columns, cut_columns
-from hybridflow.roles.policy import ModelSpec, read_hidden_size
+from hybridflow.models import adapter_disabled, save_model
+from hybridflow.roles.carried import CarriedTensor, Snapshot, Weights, carry, read_parts, write_description
+from hybridflow.roles.generator import Generator, GeneratorWorker, RolloutSettings, copy_weights
+from hybridflow.roles.parts import TOKENS, add_columns, add_columns_together, cut_columns
+from hybridflow.roles.policy import ModelSpec, build_policy, describe_policy, read_config
 from hybridflow.roles.shares import RowDigest, plan_shares, split_rows
+from hybridflow.rollout import NativeEngine
 from hybridflow.runtime.api import Pieces, Runtime, Seat
-from hybridflow.train_engine import TrainEngine, TrainSettings, join_ranks
+from hybridflow.train_engine import Layout, TrainEngine, TrainSettings, compute_model_work, join_ranks, plan_layout
 from hybridflow.types import (
     BatchRef,
     Metrics,
@@ -39,6 +41,8 @@ CHUNKS_PER_TRAINER, MAX_CHUNKS = 8, 512
 """Chunks of a step for each trainer, enough for shares of nearly equal cost, and in all: each costs the controller something."""
 MAX_FAILED_STEPS = 5
 """Steps in a row in which every row may fail; one more stops the run."""
+
+R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
@@ -58,9 +62,10 @@ class ActorSpec:
 
 
 class ActorWorker(GeneratorWorker):
-    """The policy on its device. Training and generation take turns on one set of weights; switching moves no bytes.
+    """The policy on its device, whole or a part of it. Where it is whole, training and generation take turns on one set of weights, and
+    switching moves no bytes; else generation has a copy of its own, which `refresh` fills.
 
-    Several of these are replicas: each trains on its share of the rows, and their gradients are summed.
+    Several of these train together as `train.parallel_config` says. Verbs that say so are collectives: all ranks are called.
     """
 
     def __init__(self, seat: Seat, spec: ActorSpec) -> None:
@@ -69,22 +74,34 @@ class ActorWorker(GeneratorWorker):
         self.ranks = join_ranks(
             rank=seat.rank, size=seat.size, rendezvous=seat.rendezvous, device=device, timeout_s=seat.timeout_s
         )
-        self.train_engine = TrainEngine(self.policy.model, spec.train, self.ranks)
+        self.train_engine = TrainEngine(self.policy.model, spec.train, self.ranks, seed=spec.model.seed)
+        self._seat, self._spec = seat, spec
+        self._is_whole = holds_whole_model(self.train_engine.mesh.layout)
+        self._copied_version: int | None = None
         self.version = 0
         self._failed_steps = 0
         self._told_failures = False
         self._description: dict[str, bytes] = {}
 
-    def log_prob(self, batch: Batch, sizes: tuple[int, ...], temperature: float) -> Pieces[Batch]:
-        """Column `trainer_logprobs` [tokens of the row] float32: of each counted token, 0.0 elsewhere."""
+    def log_prob(self, batch: Batch | None, sizes: tuple[int, ...], temperature: float) -> Pieces[Batch]:
+        """Column `trainer_logprobs` [tokens of the row] float32: of each counted token, 0.0 elsewhere.
+
+        A collective where ranks share the model. sizes: () on a rank whose columns another one returns.
+        """
         return cut_columns(Batch.from_columns(trainer_logprobs=self.train_engine.log_prob(batch, temperature)), sizes)
+
+    def reference_log_prob(self, batch: Batch | None, sizes: tuple[int, ...], temperature: float) -> Pieces[Batch]:
+        """Column `ref_logprobs`: the same of the model without its adapter, which is the policy as training found it."""
+        with adapter_disabled(self.policy.model):
+            logprobs = self.train_engine.log_prob(batch, temperature)
+        return cut_columns(Batch.from_columns(ref_logprobs=logprobs), sizes)
 
     def update(
         self, batch: Batch | None, update_rows: Sequence[int], prepare: Callable[[Batch], Prepared], loss: Any
     ) -> Metrics:
-        """Optimizer steps over this rank's rows, then a new version of the weights.
+        """Optimizer steps over this rank's rows, then a new version of the weights. A collective.
 
-        batch:       whole groups with all their scores; None where this rank has none.
+        batch:       whole groups with all their scores, the same on all ranks of a `data` index; None where these have none.
         update_rows: how many of the rows, one after the other, belong to each step; every rank takes every step.
         """
         steps_before = self.train_engine.steps_taken
@@ -96,8 +113,11 @@ class ActorWorker(GeneratorWorker):
         # A skipped step leaves the weights, and so the policy, as they were.
         if self.train_engine.steps_taken > steps_before:
             self.version += 1
-            self.rollout_engine.load_weights(self.version)
-        counted = [prepared.metrics] if prepared else []
+            if self._is_whole:
+                self.rollout_engine.load_weights(self.version)
+        at = self.train_engine.mesh.at
+        # Ranks of one data index have the same rows.
+        counted = [prepared.metrics] if prepared and not (at.sequence or at.tensor) else []
         version: Metrics = {} if self.ranks.rank else {"policy/version": last(self.version)}
         return merge_metrics([*counted, *metrics, version])
 
@@ -123,36 +143,59 @@ class ActorWorker(GeneratorWorker):
             )
             self._told_failures = True
 
-    def weights(self) -> Weights:
-        """The weights as generators take them."""
-        return Weights(self.version, carry(dict(self.policy.model.module.named_parameters())))
+    def refresh(self) -> None:
+        """Brings the generation's own copy of the weights, which is made at the first call, to the present version. A collective."""
+        if self._copied_version == self.version:
+            return
+        with self.ranks.leaving_on_error():
+            if self.rollout_engine.model is self.policy.model:
+                copied = build_policy(self._spec.model, self._seat)
+                copied.model.module.requires_grad_(False)
+                self.rollout_engine = NativeEngine(copied.model, copied.tokenizer, self._spec.rollout.native)
+            copy_weights(self.rollout_engine.model, self.train_engine.iter_weights())
+        self.rollout_engine.load_weights(self.version)
+        self._copied_version = self.version
+
+    def weights(self, wanted: bool = True) -> Weights:
+        """The weights as generators take them, an adapter merged in. A collective where the model is in parts; `wanted` from one rank."""
+        with self.ranks.leaving_on_error():
+            tensors = {name: CarriedTensor.of(weight) for name, weight in self.train_engine.iter_weights() if wanted}
+        return Weights(self.version, tensors)
 
     def save(self, path: Path) -> ShardEntry:
-        """Writes the whole training state to one shard file, what an export needs beside it, and returns the index entry."""
+        """Writes what this rank has to write of the training state, and what an export needs beside it; returns the index entry."""
         self.train_engine.check_weights()
-        save_description(self.policy.model, self.policy.tokenizer, path.parent / HUGGING_FACE)
-        return write_shard(path, self.train_engine.state_tensors(), self._state())
+        write_description(self._describe(), path.parent / HUGGING_FACE)
+        tensors = self._own_state()
+        return write_shard(path, tensors, self._state(), self.train_engine.state_layout())
 
     def load(self, directory: Path) -> None:
-        """Takes up the state that a checkpoint holds; the weights' addresses stay."""
-        tensors, state = load_shards(directory, "actor")
+        """Takes up this rank's part of the state that a checkpoint holds, of whichever layout; the weights' addresses stay."""
+        tensors, state = load_shards(directory, "actor", self._boxes())
         self._load_state(tensors, state)
 
     def snapshot(self) -> Snapshot:
-        """The whole training state, to be kept outside this process."""
-        return Snapshot(carry(self.train_engine.state_tensors()), self._state(), self._describe())
+        """The training state, to be kept outside this process: all of it where the model is whole, else what this rank has to write."""
+        tensors, boxes = self._own_state(), self._boxes()
+        own = {name: boxes[name] for name in tensors}
+        return Snapshot(self.ranks.rank, carry(tensors), own, self._state(), self._describe())
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Takes up a snapshot's state."""
-        self._load_state({name: carried.tensor() for name, carried in snapshot.tensors.items()}, snapshot.state)
+    def restore(self, *parts: Snapshot) -> None:
+        """Takes up the state of a snapshot, in all its parts."""
+        self._load_state(read_parts(parts, self._boxes()), parts[0].state)
 
-    def export(self, directory: Path) -> None:
-        """Writes model and tokenizer as a Hugging Face directory, which is there whole or not at all."""
+    def export(self, directory: Path, wanted: bool = True) -> None:
+        """Writes model and tokenizer as a Hugging Face directory, which is there whole or not at all; an adapter is merged in. A collective
+        where the model is in parts; `wanted` from one rank."""
         beside = directory.with_name(f".writing-{directory.name}")
-        shutil.rmtree(beside, ignore_errors=True)
-        save_model(self.policy.model, self.policy.tokenizer, beside)
-        shutil.rmtree(directory, ignore_errors=True)
-        beside.rename(directory)
+        with self.ranks.leaving_on_error():
+            weights = {name: weight.cpu() for name, weight in self.train_engine.iter_weights() if wanted}
+            if not wanted:
+                return
+            shutil.rmtree(beside, ignore_errors=True)
+            save_model(self.policy.model, self.policy.tokenizer, beside, weights)
+            shutil.rmtree(directory, ignore_errors=True)
+            beside.rename(directory)
 
     def close(self) -> None:
         """Leaves the other ranks."""
@@ -164,14 +207,32 @@ class ActorWorker(GeneratorWorker):
     def _load_state(self, tensors: Any, state: Any) -> None:
         self.train_engine.load_state(tensors, state)
         self.version, self._failed_steps = state["version"], state["failed_steps"]
-        self.rollout_engine.load_weights(self.version)
+        self._copied_version = None
+        if self._is_whole:
+            self.rollout_engine.load_weights(self.version)
+
+    def _own_state(self) -> dict[str, Tensor]:
+        """All of the state where the model is whole, else what this rank has to write."""
+        tensors = self.train_engine.state_tensors()
+        names = tensors.keys() if self._is_whole else self.train_engine.owned_state()
+        return {name: tensor for name, tensor in tensors.items() if name in names}
+
+    def _boxes(self) -> dict[str, Box]:
+        """Where each tensor of this rank's state lies in the whole."""
+        tensors = self.train_engine.state_tensors()
+        placed = self.train_engine.state_layout()
+        return {name: Box(*placed[name], tuple(tensor.shape)) for name, tensor in tensors.items()}
 
     def _describe(self) -> dict[str, bytes]:
-        if not self._description:
-            with tempfile.TemporaryDirectory() as directory:
-                save_description(self.policy.model, self.policy.tokenizer, directory)
-                self._description = {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+        """What an export needs beside the weights, by file name; where the model is in parts, with that of the first rank alone."""
+        if not self._description and (self._is_whole or self.ranks.rank == 0):
+            self._description = describe_policy(self.policy)
         return self._description
+
+
+def holds_whole_model(layout: Layout) -> bool:
+    """Whether every trainer of this layout has all weights and all of the optimizer."""
+    return layout.shard == 1 and layout.tensor == 1
 
 
 class Actor(Generator):
@@ -198,14 +259,36 @@ class Actor(Generator):
         )
         chunks_wanted = min(CHUNKS_PER_TRAINER * self._trainers.size, MAX_CHUNKS) if self._trainers.size > 1 else 1
         super().__init__(runtime, self._separate or self._trainers, spec.rollout, sampling, chunks_wanted)
-        self._updates, self._hidden_size = spec.updates_per_step, read_hidden_size(spec.model.settings)
+        self._parallel_config = spec.train.parallel_config
+        self._layout = plan_layout(self._parallel_config, self._trainers.size)
+        self._is_whole = holds_whole_model(self._layout)
+        self._copy_is_old = not self._is_whole and self._separate is None
+        self._updates, self._work = spec.updates_per_step, compute_model_work(read_config(spec.model.settings))
         self._snapshot_every, self._num_updates = snapshot_every_steps, 0
-        self.last_snapshot: Ref[Snapshot] | None = None
+        self.last_snapshot: tuple[Ref[Snapshot], ...] | None = None
+
+    def rollout(self, prompts: Batch, *, step: int, sampling: SamplingParams | None = None) -> BatchRef:
+        """See `Generator.rollout`; from the weights as they are after the calls so far."""
+        if self._copy_is_old:
+            self._runtime.broadcast(self._trainers, ActorWorker.refresh)
+            self._copy_is_old = False
+        return super().rollout(prompts, step=step, sampling=sampling)
 
     def log_prob(self, batch: BatchRef) -> BatchRef:
         """Log-probabilities of the sampled tokens under the weights as they are now."""
-        tokens, verb = batch.only(TOKENS), ActorWorker.log_prob
-        return add_columns(self._runtime, self._trainers, verb, tokens, "trainer", self._sampling.temperature)
+        return self._score(batch, ActorWorker.log_prob, "trainer")
+
+    def reference_log_prob(self, batch: BatchRef) -> BatchRef:
+        """The same under the model without its adapter."""
+        return self._score(batch, ActorWorker.reference_log_prob, "reference")
+
+    def _score(self, batch: BatchRef, verb: Callable[..., Pieces[Batch]], part: str) -> BatchRef:
+        tokens, temperature = batch.only(TOKENS), self._sampling.temperature
+        if self._is_whole and self._layout.sequence == 1:
+            return add_columns(self._runtime, self._trainers, verb, tokens, part, temperature)
+        places = [self._layout.coordinates(rank) for rank in range(self._layout.size)]
+        shares = [(at.data, not (at.sequence or at.tensor)) for at in places]
+        return add_columns_together(self._runtime, self._trainers, verb, tokens, part, shares, temperature)
 
     def update(self, objective: Objective) -> MetricsRef:
         """Trains on the objective; later rollouts use the new weights."""
@@ -224,9 +307,12 @@ class Actor(Generator):
         self._publish_weights()
         return MetricsRef((metrics,))
 
-    def save(self, path: Path) -> Ref[ShardEntry]:
-        """Writes the training state beside the worker, to a path that controller and worker share."""
-        return self._runtime.submit(self._trainers, ActorWorker.save, path)
+    def save(self, writer: CheckpointWriter) -> tuple[Ref[ShardEntry], ...]:
+        """Writes the training state beside the workers, to paths that controller and workers share; the entries to commit."""
+        if self._is_whole:
+            return (self._runtime.submit(self._trainers, ActorWorker.save, writer.shard_path("actor", 0)),)
+        paths = [(writer.shard_path("actor", rank),) for rank in range(self._layout.size)]
+        return self._runtime.submit_all(self._trainers, ActorWorker.save, paths)
 
     def load(self, directory: Path) -> Ref[tuple[None, ...]]:
         """Takes up a checkpoint's state."""
@@ -238,33 +324,55 @@ class Actor(Generator):
 
     def export(self, directory: Path) -> Ref[None]:
         """Writes the model as a Hugging Face directory."""
-        return self._runtime.submit(self._trainers, ActorWorker.export, directory)
+        return self._from_one(ActorWorker.export, directory)
 
     def _take_snapshot(self) -> None:
-        if self._snapshot_every:
-            taken = self._runtime.snapshot(self._trainers, ActorWorker.snapshot, ActorWorker.restore)
-            self.last_snapshot = taken or self.last_snapshot
+        if not self._snapshot_every:
+            return
+        verbs = ActorWorker.snapshot, ActorWorker.restore
+        if self._is_whole:
+            one = self._runtime.snapshot(self._trainers, *verbs)
+            self.last_snapshot = self.last_snapshot if one is None else (one,)
+        else:
+            self.last_snapshot = self._runtime.snapshot_all(self._trainers, *verbs) or self.last_snapshot
 
     def _publish_weights(self) -> None:
-        """Rollouts from here on name the weights as they are after the calls so far."""
+        """Rollouts from here on name the weights as they are after the calls so far, or bring their trainers' copies to these."""
         if self._separate is not None:
-            self._weights = self._runtime.submit(self._trainers, ActorWorker.weights)
+            self._weights = self._from_one(ActorWorker.weights)
+        self._copy_is_old = not self._is_whole and self._separate is None
+
+    def _from_one(self, verb: Callable[..., R], *args: Any) -> Ref[R]:
+        """Something that one rank makes: any of them where each has the whole model, else the first, while all meet in gathering it."""
+        if self._is_whole:
+            return self._runtime.submit(self._trainers, verb, *args)
+        calls = [(*args, rank == 0) for rank in range(self._layout.size)]
+        return self._runtime.submit_all(self._trainers, verb, calls)[0]
 
     def _split_chunks(
         self, objective: Objective, batch: BatchRef, digests: Sequence[RowDigest], size: int
     ) -> list[tuple[Any, ...]]:
-        shares = plan_shares(digests, size=size, updates=self._updates, hidden_size=self._hidden_size)
+        layout = plan_layout(self._parallel_config, size)
+        shares = plan_shares(digests, size=layout.data, updates=self._updates, work=self._work)
         chosen = [tuple(batch.chunks[index] for index in share.chunks) for share in shares]
-        return [
+        calls = [
             (BatchRef(chunks) if chunks else None, share.update_rows, objective.prepare, objective.loss)
             for chunks, share in zip(chosen, shares, strict=True)
         ]
+        return _hand_out(calls, layout)
 
     def _split_rows(
         self, objective: Objective, batch: Batch, _: Sequence[RowDigest], size: int
     ) -> list[tuple[Any, ...]]:
-        parts = split_rows(batch, size=size, updates=self._updates, hidden_size=self._hidden_size)
-        return [
+        layout = plan_layout(self._parallel_config, size)
+        parts = split_rows(batch, size=layout.data, updates=self._updates, work=self._work)
+        calls = [
             (rows if rows.num_rows else None, update_rows, objective.prepare, objective.loss)
             for rows, update_rows in parts
         ]
+        return _hand_out(calls, layout)
+
+
+def _hand_out(calls: Sequence[tuple[Any, ...]], layout: Layout) -> list[tuple[Any, ...]]:
+    """By rank the arguments of its `data` index."""
+    return [calls[layout.coordinates(rank).data] for rank in range(layout.size)]

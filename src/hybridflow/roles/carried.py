@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridflow.checkpoint import HUGGING_FACE, ShardEntry, write_shard
+from hybridflow.checkpoint import HUGGING_FACE, Box, ShardEntry, intersect, write_shard
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +44,16 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """All of a trainer's state, and what an export needs beside it: `description` holds the files by name."""
+    """A trainer's state, all of it or one rank's part, and what an export needs beside it.
 
+    rank:        whose part it is.
+    boxes:       where in the whole tensors these lie.
+    description: that of the model as files by name; with the part of rank 0 alone.
+    """
+
+    rank: int
     tensors: Mapping[str, CarriedTensor]
+    boxes: Mapping[str, Box]
     state: Mapping[str, Any]
     description: Mapping[str, bytes]
 
@@ -56,11 +63,40 @@ def carry(tensors: Mapping[str, Tensor]) -> dict[str, CarriedTensor]:
     return {name: CarriedTensor.of(tensor) for name, tensor in tensors.items()}
 
 
+def read_parts(parts: Sequence[Snapshot], boxes: Mapping[str, Box]) -> dict[str, Tensor]:
+    """What a rank of any layout holds of a state that lies in parts: those of its boxes that the parts have."""
+    return {
+        name: _read_box(parts, name, box) for name, box in boxes.items() if any(name in part.boxes for part in parts)
+    }
+
+
+def _read_box(parts: Sequence[Snapshot], name: str, wanted: Box) -> Tensor:
+    pieces = [(part.boxes[name], part.tensors[name]) for part in parts if name in part.boxes]
+    for box, carried in pieces:
+        if box == wanted:
+            return carried.tensor()
+    region = torch.empty(wanted.shape, dtype=pieces[0][1].dtype)
+    for box, carried in pieces:
+        shared = intersect(wanted.offsets, wanted.shape, box.offsets, box.shape)
+        if shared is not None:
+            region[_slices(shared, wanted.offsets)] = carried.tensor()[_slices(shared, box.offsets)]
+    return region
+
+
+def _slices(shared: tuple[tuple[int, ...], tuple[int, ...]], origin: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(start - o, stop - o) for start, stop, o in zip(*shared, origin, strict=True))
+
+
 def write_snapshot(snapshot: Snapshot, path: Path) -> ShardEntry:
     """Writes a snapshot as the shard of a checkpoint, as its worker would have; `path` as `CheckpointWriter.shard_path` gives it."""
-    directory = path.parent / HUGGING_FACE
-    directory.mkdir(exist_ok=True)
-    for name, content in snapshot.description.items():
-        (directory / name).write_bytes(content)
+    write_description(snapshot.description, path.parent / HUGGING_FACE)
     tensors = {name: carried.tensor() for name, carried in snapshot.tensors.items()}
-    return write_shard(path, tensors, snapshot.state)
+    boxes = {name: (box.global_shape, box.offsets) for name, box in snapshot.boxes.items()}
+    return write_shard(path, tensors, snapshot.state, boxes)
+
+
+def write_description(description: Mapping[str, bytes], directory: Path) -> None:
+    """Writes the files by name, if there are any."""
+    for name, content in description.items():
+        directory.mkdir(exist_ok=True)
+        (directory / name).write_bytes(content)

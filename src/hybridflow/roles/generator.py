@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
 
 from hybridflow.batch import Batch
 from hybridflow.config import Field, HybridflowError, settings
+from hybridflow.models import LanguageModel
 from hybridflow.roles.carried import Weights
 from hybridflow.roles.parts import cut_rollout, name_parts, name_rows
 from hybridflow.roles.policy import ModelSpec, build_policy
@@ -29,6 +33,22 @@ class WeightsError(HybridflowError, ValueError):
     """Weights that were sent do not fit the model that they are for."""
 
 
+@torch.no_grad()
+def copy_weights(model: LanguageModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Takes up a trainer's weights, rounded to this model's own type; the addresses stay."""
+    own = dict(model.module.named_parameters())
+    there = set()
+    for name, weight in weights:
+        there.add(name)
+        if name in own:
+            own[name].copy_(weight)
+    odd = sorted(set(own) ^ there)
+    if odd:
+        raise WeightsError(
+            f"weight '{odd[0]}' is not on both sides ({len(odd)} such); give actor and rollout one model"
+        )
+
+
 class GeneratorWorker:
     """A model on its device and the engine that samples from it."""
 
@@ -44,21 +64,9 @@ class GeneratorWorker:
         weights: those to sample from; None: those that the worker has.
         """
         if weights is not None and weights.version != self.rollout_engine.version:
-            self._load_weights(weights)
+            copy_weights(self.policy.model, ((name, carried.tensor()) for name, carried in weights.tensors.items()))
+            self.rollout_engine.load_weights(weights.version)
         return cut_rollout(self.rollout_engine.generate(prompts, sampling, step=step), sizes)
-
-    @torch.no_grad()
-    def _load_weights(self, weights: Weights) -> None:
-        """Takes up the trainer's weights, rounded to this model's own type; the addresses stay."""
-        own = dict(self.policy.model.module.named_parameters())
-        odd = sorted(set(own) ^ set(weights.tensors))
-        if odd:
-            raise WeightsError(
-                f"weight '{odd[0]}' is not on both sides ({len(odd)} such); give actor and rollout one model"
-            )
-        for name, carried in weights.tensors.items():
-            own[name].copy_(carried.tensor())
-        self.rollout_engine.load_weights(weights.version)
 
     def close(self) -> None:
         """Nothing runs outside this process."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from itertools import chain, groupby
 from typing import Any, Concatenate, TypeVar
 
+import numpy as np
+
 from hybridflow.batch import Batch
 from hybridflow.roles.shares import describe_rows
 from hybridflow.runtime.api import Closeable, Group, Pieces, Runtime
@@ -41,7 +43,9 @@ def cut_rollout(batch: Batch, sizes: Sequence[int]) -> Pieces[Batch]:
 
 
 def cut_columns(columns: Batch, sizes: Sequence[int]) -> Pieces[Batch]:
-    """New columns of a call's rows as one object a chunk."""
+    """New columns of a call's rows as one object a chunk; without sizes none, where another rank returns them."""
+    if not sizes:
+        return Pieces((), ())
     return Pieces(tuple(columns.split(sizes)), (None,) * len(sizes))
 
 
@@ -73,6 +77,40 @@ def add_columns(
         chunks += [ChunkRef({part: ref}, rows) for ref, rows in zip(refs, sizes, strict=True)]
         first_row += sum(sizes)
     return BatchRef(tuple(chunks))
+
+
+def add_columns_together(
+    runtime: Runtime,
+    gang: Group[W],
+    verb: Callable[Concatenate[W, ...], Pieces[Batch]],
+    batch: BatchRef,
+    part: str,
+    places: Sequence[tuple[int, bool]],
+    *args: Any,
+) -> BatchRef:
+    """New columns by one call of `verb(worker, rows or None, sizes, *args)` on every worker of a gang that shares a model.
+
+    places: of each rank, which share of the chunks it passes through, and whether it is the one of these ranks to return the columns.
+    """
+    shares = split_chunks(batch.chunks, 1 + max(share for share, _ in places))
+    given = [(shares[share], tells) for share, tells in places]
+    sizes = [tuple(chunk.num_rows for chunk in chunks) if tells else () for chunks, tells in given]
+    calls = [(BatchRef(chunks) if chunks else None, own, *args) for (chunks, _), own in zip(given, sizes, strict=True)]
+    label = name_rows(0, batch.num_rows)
+    made = runtime.submit_all_pieces(gang, verb, [len(own) for own in sizes], calls, rows=label)
+    refs = [
+        refs for _, refs in sorted(zip([share for share, _ in places], made, strict=True), key=lambda pair: pair[0])
+    ]
+    pairs = zip(chain.from_iterable(refs), batch.chunks, strict=True)
+    return BatchRef(tuple(ChunkRef({part: ref}, chunk.num_rows) for ref, chunk in pairs))
+
+
+def split_chunks(chunks: Sequence[ChunkRef], count: int) -> list[tuple[ChunkRef, ...]]:
+    """Neighbours together, in order, in so many shares of about as many rows each; a share may be empty."""
+    ends = np.cumsum([chunk.num_rows for chunk in chunks])
+    middles = ends - np.array([chunk.num_rows for chunk in chunks]) / 2
+    share_C = (middles * count / max(ends[-1], 1)).astype(int) if len(ends) else []
+    return [tuple(chunk for chunk, at in zip(chunks, share_C, strict=True) if at == share) for share in range(count)]
 
 
 def name_rows(first: int, count: int) -> str:

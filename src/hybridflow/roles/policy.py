@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from hybridflow.config import ConfigError, Field, settings
-from hybridflow.models import LanguageModel, fresh_model, load_model, load_tokenizer
+from hybridflow.models import (
+    LanguageModel,
+    fresh_model,
+    has_adapter,
+    load_model,
+    load_tokenizer,
+    save_description,
+)
+from hybridflow.models.adapter_files import ADAPTER_CONFIG
+from hybridflow.models.lora import ADAPTER_NAME
 from hybridflow.runtime.api import Seat
 from hybridflow.runtime.placement import DEVICE_TYPES, Kind
 from hybridflow.types import Numerics
@@ -101,14 +111,15 @@ def read_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     return load_tokenizer(settings.tokenizer or model_directory(settings.path or ""))
 
 
-def read_hidden_size(settings: ModelSettings) -> int:
-    """Width of the model, without the model: what a row's cost depends on beside its length."""
-    values = settings.config
-    if values is None:
-        values = json.loads((model_directory(settings.path or "") / "config.json").read_text())
-    # A model of several kinds of input keeps the language model's values apart.
-    text: dict[str, Any] = values.get("text_config", values)
-    return int(text.get("hidden_size", 1024))
+def read_config(settings: ModelSettings) -> PretrainedConfig:
+    """The model's configuration, without the model: its shape says what a row costs and how it can be split over trainers."""
+    if settings.config is None:
+        directory = model_directory(settings.path or "")
+        return AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=settings.trust_remote_code
+        )
+    values = _config_from(read_tokenizer(settings)) | settings.config
+    return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
 def build_policy(spec: ModelSpec, seat: Seat) -> Policy:
@@ -128,6 +139,16 @@ def build_policy(spec: ModelSpec, seat: Seat) -> Policy:
         directory, device=device, dtype=dtype, numerics=spec.numerics, trust_remote_code=chosen.trust_remote_code
     )
     return Policy(model, read_tokenizer(chosen))
+
+
+def describe_policy(policy: Policy) -> dict[str, bytes]:
+    """What an export needs beside the weights, by file name: configuration, tokenizer, and of an adapter its own configuration."""
+    with tempfile.TemporaryDirectory() as directory:
+        save_description(policy.model, policy.tokenizer, directory)
+        if has_adapter(policy.model):
+            adapter = policy.model.module.peft_config[ADAPTER_NAME].to_dict() | {"inference_mode": True}
+            (Path(directory) / ADAPTER_CONFIG).write_text(json.dumps(adapter, indent=2, sort_keys=True, default=sorted))
+        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
 def _config_from(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

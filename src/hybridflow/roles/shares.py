@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridflow.batch import Batch
-from hybridflow.train_engine import compute_row_costs
+from hybridflow.train_engine import ModelWork, compute_row_costs
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +49,11 @@ def describe_rows(batch: Batch) -> RowDigest:
     return RowDigest(np.array(batch.numpy("group_id"), np.int64), batch.lengths("tokens").astype(np.int32))
 
 
-def plan_shares(digests: Sequence[RowDigest], *, size: int, updates: int, hidden_size: int) -> tuple[Share, ...]:
-    """Splits the chunks of a batch over `size` ranks, for training in `updates` optimizer steps.
+def plan_shares(digests: Sequence[RowDigest], *, size: int, updates: int, work: ModelWork) -> tuple[Share, ...]:
+    """Splits the chunks of a batch over `size` ranks (along `data`), for training in `updates` optimizer steps.
 
     digests: of every chunk, whole groups in each, in the batch's order.
+    work:    what a row of the model costs.
     returns: [R] one share a rank.
 
     Invariants:
@@ -73,18 +74,18 @@ def plan_shares(digests: Sequence[RowDigest], *, size: int, updates: int, hidden
     cell_S = chunk_S, np.repeat(np.arange(updates), plan_updates(group_ids_S, updates))
     rows_CU, costs_CU = np.zeros((len(digests), updates), np.int64), np.zeros((len(digests), updates))
     np.add.at(rows_CU, cell_S, 1)
-    np.add.at(costs_CU, cell_S, compute_row_costs(lengths_S, hidden_size))
+    np.add.at(costs_CU, cell_S, compute_row_costs(lengths_S, work))
     rank_C = _assign((rows_CU > 0).argmax(axis=1), costs_CU, size)
     return tuple(_build_share(np.flatnonzero(rank_C == rank), rows_CU) for rank in range(size))
 
 
-def split_rows(batch: Batch, *, size: int, updates: int, hidden_size: int) -> list[tuple[Batch, tuple[int, ...]]]:
+def split_rows(batch: Batch, *, size: int, updates: int, work: ModelWork) -> list[tuple[Batch, tuple[int, ...]]]:
     """The same for rows that stand each for itself (supervised fine-tuning), as if each were a group and a chunk.
 
     returns: [R] the rows of each rank, in their order, and its `update_rows`; a batch without rows where it has none.
     """
     rows = [RowDigest(np.array([row]), np.array([length])) for row, length in enumerate(batch.lengths("tokens"))]
-    shares = plan_shares(rows, size=size, updates=updates, hidden_size=hidden_size)
+    shares = plan_shares(rows, size=size, updates=updates, work=work)
     return [(batch if size == 1 else batch.take(share.chunks), share.update_rows) for share in shares]
 
 

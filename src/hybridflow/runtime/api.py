@@ -158,6 +158,26 @@ class Runtime(Protocol):
         """As `submit`, for a verb that returns `count` objects."""
         ...
 
+    def submit_all(
+        self, group: Group[W], verb: Callable[Concatenate[W, ...], R], args: Sequence[tuple[Any, ...]]
+    ) -> tuple[Ref[R], ...]:
+        """Calls a verb that only reads, and in which the workers of a gang meet, on all of them at once; the results by rank.
+
+        args: of each worker. A gang that has become smaller meanwhile cannot make the call, and the run ends.
+        """
+        ...
+
+    def submit_all_pieces(
+        self,
+        group: Group[W],
+        verb: Callable[Concatenate[W, ...], Pieces[R]],
+        counts: Sequence[int],
+        args: Sequence[tuple[Any, ...]],
+        rows: str = "",
+    ) -> tuple[tuple[Ref[R], ...], ...]:
+        """As `submit_all`, for a verb of which worker i returns `counts[i]` objects, maybe none."""
+        ...
+
     def broadcast(
         self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any, replaces: bool = False
     ) -> Ref[tuple[R, ...]]:
@@ -184,12 +204,21 @@ class Runtime(Protocol):
         """
         ...
 
+    def snapshot_all(
+        self, group: Group[W], take: Callable[[W], S], restore: Callable[Concatenate[W, ...], None]
+    ) -> tuple[Ref[S], ...] | None:
+        """The same for a gang whose workers each hold a part of the state: every one's `take`, and each later starts from
+        `restore(worker, *parts)` with the parts of all."""
+        ...
+
     @overload
     def get(self, value: BatchRef) -> Batch: ...
     @overload
     def get(self, value: MetricsRef) -> Metrics: ...
     @overload
     def get(self, value: Ref[R]) -> R: ...
+    @overload
+    def get(self, value: tuple[Ref[R], ...]) -> tuple[R, ...]: ...
     def get(self, value: Any) -> Any:
         """Waits for what the value names and returns it. Each call that it waits for is bounded by `call_timeout_s`."""
         ...

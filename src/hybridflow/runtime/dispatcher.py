@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.observability.phases import current_mark
-from hybridflow.runtime.api import RuntimeSettings
+from hybridflow.runtime.api import RuntimeSettings, WorkersLostError
 from hybridflow.runtime.deaths import DeathRegister
 from hybridflow.runtime.host import BUILT, Describe, Failure, HostInfo, Report, Run, Start, encode
 from hybridflow.runtime.placement import DEVICE_TYPES, Placement, Slot
@@ -24,9 +24,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Copy:
-    """A second copy of a snapshot on its way to another node."""
+    """A second copy of a snapshot, or of one rank's part of it, on its way to another node."""
 
     taken: Task
+    rank: int
     item: Any
     node_id: str
     since_s: float
@@ -122,22 +123,26 @@ class Dispatcher:
             self.dispatch(group)
         return task
 
-    def snapshot(self, group: WorkerGroup, take: Callable[..., Any], restore: Callable[..., Any]) -> Ref[Any] | None:
+    def snapshot(
+        self, group: WorkerGroup, take: Callable[..., Any], restore: Callable[..., Any], counts: tuple[int, ...]
+    ) -> tuple[Ref[Any], ...] | None:
         """A read of the whole state, and the change that will stand for all before it once the read is done and copied.
 
+        counts: () takes it from one worker, who has all of it; else as of `Task`, and every worker gives its part.
         None while the one before is not: snapshots are large, and must not gather.
         """
         if group.snapshots:
             return None
-        taken = self.enqueue(group, take, arguments=(Arguments.of(()),), is_snapshot=True, after=group.last_change)
-        ref: Ref[Any] = Ref(Output(taken, 0), taken.call)
+        arguments = (Arguments.of(()),) * max(len(counts), 1)
+        taken = self.enqueue(group, take, arguments=arguments, counts=counts, is_snapshot=True, after=group.last_change)
+        refs: tuple[Ref[Any], ...] = tuple(Ref(Output(taken, 0, rank), taken.call) for rank in range(len(arguments)))
         call = Call(group.role, restore.__name__, current_mark())
         base = Task(next(self._numbers), call, group, restore, changes=True, replaces=True, done=True, sent=True)
-        base.arguments = (Arguments.of((ref,)),)
+        base.arguments = (Arguments.of(refs),)
         # The state that it restores is the one that the change before the snapshot left.
         base.position = BUILT if group.last_position is None else group.last_position
         group.snapshots[taken] = base
-        return ref
+        return refs
 
     def await_inputs(self, task: Task) -> None:
         """Counts the inputs that are not there, and asks each to tell when it is."""
@@ -160,11 +165,14 @@ class Dispatcher:
                     if task.failure is None:
                         segment.add(task)
                     continue
-                worker = next(iter(group.free))
-                del group.free[worker]
+                if task.counts and not self._can_meet(task):
+                    segment.add(task)
+                    return
                 if not task.sent:
                     task.sent, task.past = True, group.past
-                self._send_task(worker, task)
+                for worker in list(group.workers) if task.counts else [next(iter(group.free))]:
+                    group.free.pop(worker, None)
+                    self._send_task(worker, task)
             if segment.ready or segment.waiting or segment.change is None or not self._send_change(segment.change):
                 return
             group.segments.popleft()
@@ -185,6 +193,15 @@ class Dispatcher:
         group.free.clear()
         return True
 
+    def _can_meet(self, task: Task) -> bool:
+        """Whether all workers are there for a read in which they meet; like a change, it queues behind what they are at."""
+        group = task.group
+        if len(task.counts) != group.size:
+            raise WorkersLostError(
+                f"{task.call} was to be made by {len(task.counts)} workers together, and {group.size} are left; start again with fewer"
+            )
+        return all(worker.ready for worker in group.workers)
+
     def _inputs_are_here(self, task: Task) -> bool:
         """Whether the inputs are (still) there; else the task waits for them again."""
         if all(needed.done for needed in task.inputs()):
@@ -197,17 +214,15 @@ class Dispatcher:
         objects = [object_of(ref) for ref in arguments.refs if ref.handle.piece is not None]
         order = task.order
         if order is None:
-            order = encode(self._build_run(task, arguments))
+            order = encode(self._build_run(task, arguments, task.pieces_of(worker)))
             # Where all workers get the same, it is written once.
             task.order = order if task.changes and task.split is None else None
-        self._send(Attempt(worker, task), order, objects, 0 if task.changes else max(task.pieces, 1))
+        self._send(Attempt(worker, task), order, objects, 0 if task.changes else max(task.pieces_of(worker), 1))
 
-    def _build_run(self, task: Task, arguments: Arguments) -> Run:
+    def _build_run(self, task: Task, arguments: Arguments, pieces: int) -> Run:
         refs = enumerate(arguments.refs)
         inline = {index: ref.handle.task.values() for index, ref in refs if ref.handle.piece is None}
-        return Run(
-            task.call, task.verb, arguments.skeleton, inline, task.pieces, task.position, task.follows, task.replaces
-        )
+        return Run(task.call, task.verb, arguments.skeleton, inline, pieces, task.position, task.follows, task.replaces)
 
     def _send(self, attempt: Attempt, order: bytes, inputs: Sequence[Any], num_objects: int) -> None:
         worker = attempt.worker
@@ -252,13 +267,13 @@ class Dispatcher:
     def _take_result(self, worker: WorkerProcess, task: Task, result: Result) -> None:
         if task.done:
             return  # made again on the way to another result; the first one stands
-        task.results[worker.rank if task.changes else 0] = result
+        task.results[worker.rank if task.on_all else 0] = result
         self.finish(task)
 
     def finish(self, task: Task) -> None:
         """Marks the call done once all workers that it was for have answered, and wakes what waited for it."""
         group = task.group
-        if task.changes and (len(task.results) < group.size or any(w.rank not in task.results for w in group.workers)):
+        if task.on_all and (len(task.results) < group.size or any(w.rank not in task.results for w in group.workers)):
             return
         task.done, task.after = True, None
         self.deaths.repeated(task)
@@ -272,27 +287,33 @@ class Dispatcher:
 
     def _keep_snapshot(self, taken: Task) -> None:
         """Sees that a second copy lies on another node, where there is one, before anything relies on the snapshot."""
-        result = taken.only_result()
-        copy = self.transport.copy(result.objects[0], result.node_id)
-        if copy is None:
-            taken.group.add_base(taken, taken.group.snapshots.pop(taken))
-        else:
-            key, item, node_id = copy
-            self.copying[key] = _Copy(taken, item, node_id, time.monotonic())
+        for rank, result in taken.results.items():
+            copy = self.transport.copy(result.objects[0], result.node_id)
+            if copy is not None:
+                key, item, node_id = copy
+                self.copying[key] = _Copy(taken, rank, item, node_id, time.monotonic())
+        self._count_snapshot(taken)
+
+    def _count_snapshot(self, taken: Task) -> None:
+        """Lets others rely on the snapshot once no copy of it is on its way."""
+        group = taken.group
+        if taken in group.snapshots and not any(copy.taken is taken for copy in self.copying.values()):
+            base = group.snapshots.pop(taken)
+            if taken.done:
+                group.add_base(taken, base)
 
     def copied(self, key: Any, *, whole: bool) -> None:
         """A snapshot's copy is there, or will not be: where the snapshot itself is, it counts from here on."""
         copy = self.copying.pop(key)
         taken = copy.taken
-        base = taken.group.snapshots.pop(taken)
-        if not whole and taken.done and self.transport.node_is_lost(taken.only_result().node_id):
-            return  # the snapshot itself is gone with its node, and what was before it must stay
         if whole:
-            taken.spare = (copy.item, copy.node_id)
+            taken.spares[copy.rank] = (copy.item, copy.node_id)
+        elif taken.done and self.transport.node_is_lost(taken.results[copy.rank].node_id):
+            # The snapshot itself is gone with its node, and what was before it must stay.
+            taken.group.snapshots.pop(taken, None)
         else:
             _log.warning("the snapshot of %s has no copy on another node: it was not made in time", taken.group.role)
-        if taken.done:
-            taken.group.add_base(taken, base)
+        self._count_snapshot(taken)
 
     def give_up_copies(self, before_s: float) -> None:
         """No longer waits for copies that were begun before this moment."""
@@ -313,7 +334,7 @@ class Dispatcher:
 def object_of(ref: Ref[Any]) -> Any:
     """Handle of the object that a reference to a read names."""
     output: Output = ref.handle
-    return output.task.only_result().objects[output.piece or 0]
+    return output.task.results[output.rank].objects[output.piece or 0]
 
 
 def _choose_rendezvous(infos: Sequence[HostInfo]) -> str | None:

@@ -67,6 +67,23 @@ class InProcessRuntime:
         pairs = zip(pieces.objects, pieces.digests, strict=True)
         return tuple(Ref(_Here(value, digest), call) for value, digest in pairs)
 
+    def submit_all(
+        self, group: Group[W], verb: Callable[Concatenate[W, ...], R], args: Sequence[tuple[Any, ...]]
+    ) -> tuple[Ref[R], ...]:
+        """See `Runtime.submit_all`."""
+        return (self.submit(group, verb, *args[0]),)
+
+    def submit_all_pieces(
+        self,
+        group: Group[W],
+        verb: Callable[Concatenate[W, ...], Pieces[R]],
+        counts: Sequence[int],
+        args: Sequence[tuple[Any, ...]],
+        rows: str = "",
+    ) -> tuple[tuple[Ref[R], ...], ...]:
+        """See `Runtime.submit_all_pieces`."""
+        return (self.submit_pieces(group, verb, counts[0], *args[0], rows=rows),)
+
     def broadcast(
         self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any, replaces: bool = False
     ) -> Ref[tuple[R, ...]]:
@@ -84,6 +101,12 @@ class InProcessRuntime:
 
     def snapshot(self, group: Group[W], take: Callable[[W], S], restore: Callable[[W, S], None]) -> Ref[S] | None:
         """See `Runtime.snapshot`: nothing outlives this process."""
+        return None
+
+    def snapshot_all(
+        self, group: Group[W], take: Callable[[W], S], restore: Callable[Concatenate[W, ...], None]
+    ) -> tuple[Ref[S], ...] | None:
+        """See `Runtime.snapshot_all`: nothing outlives this process."""
         return None
 
     def get(self, value: Any) -> Any:

@@ -77,6 +77,13 @@ class PlacementSettings:
         """The kind of the role's devices; None where they are left to Ray."""
         return next((pool.devices.kind for pool in _read_pools(self) if role in pool.roles), None)
 
+    def num_workers(self, role: str) -> int | None:
+        """Workers of the role; None where the cluster's nodes tell. One where it is left to Ray."""
+        pool = next((pool for pool in _read_pools(self) if role in pool.roles), None)
+        if pool is None or pool.strategy == "single":
+            return 1
+        return len(pool.devices.indices) if pool.strategy == "per_device" else None
+
     def dtype(self, role: str) -> str | None:
         """The precision that the role's pool sets, if it does."""
         return next((pool.dtype for pool in _read_pools(self) if role in pool.roles), None)

@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -89,6 +90,24 @@ class RecordingRuntime:
         made = self._read(group, verb.__name__, args, rows)
         return tuple(Ref(made.handle, made.call) for _ in range(count))
 
+    def submit_all(
+        self, group: Group[W], verb: Callable[Concatenate[W, ...], R], args: Sequence[tuple[Any, ...]]
+    ) -> tuple[Ref[R], ...]:
+        """See `Runtime.submit_all`."""
+        return (self._read(group, verb.__name__, tuple(chain.from_iterable(args)), "", on="each"),) * len(args)
+
+    def submit_all_pieces(
+        self,
+        group: Group[W],
+        verb: Callable[Concatenate[W, ...], Pieces[R]],
+        counts: Sequence[int],
+        args: Sequence[tuple[Any, ...]],
+        rows: str = "",
+    ) -> tuple[tuple[Ref[R], ...], ...]:
+        """See `Runtime.submit_all_pieces`; what the workers make shares one call."""
+        made = self._read(group, verb.__name__, tuple(chain.from_iterable(args)), rows, on="each")
+        return tuple(tuple(Ref(made.handle, made.call) for _ in range(count)) for count in counts)
+
     def broadcast(
         self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any, replaces: bool = False
     ) -> Ref[tuple[R, ...]]:
@@ -111,6 +130,12 @@ class RecordingRuntime:
     def snapshot(self, group: Group[W], take: Callable[[W], S], restore: Callable[[W, S], None]) -> Ref[S] | None:
         """See `Runtime.snapshot`."""
         return self._read(group, take.__name__, (), "") if self._keeps_snapshots else None
+
+    def snapshot_all(
+        self, group: Group[W], take: Callable[[W], S], restore: Callable[Concatenate[W, ...], None]
+    ) -> tuple[Ref[S], ...] | None:
+        """See `Runtime.snapshot_all`."""
+        return (self._read(group, take.__name__, (), "", on="each"),) * group.size if self._keeps_snapshots else None
 
     def get(self, value: Any) -> NoReturn:
         """Raises TypeError: there are no results."""
@@ -141,9 +166,9 @@ class RecordingRuntime:
         self.groups.append(group)
         return group
 
-    def _read(self, group: Any, verb: str, args: Any, rows: str) -> Ref[Any]:
+    def _read(self, group: Any, verb: str, args: Any, rows: str, on: Literal["one", "each"] = "one") -> Ref[Any]:
         after = () if group.last_change is None else (group.last_change,)
-        made = self._record(group, verb, args, rows, "one", after)
+        made = self._record(group, verb, args, rows, on, after)
         group.reads.append(made.handle)
         return made
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
+from hybridflow.config import ConfigError
 from hybridflow.runtime.api import WorkerError, WorkersLostError
 from hybridflow.runtime.dispatcher import Dispatcher
 from hybridflow.runtime.host import Failure
@@ -55,13 +57,15 @@ class Repairs:
             self._remake_if_on(task, node_id)
 
     def _remake_if_on(self, task: Task, node_id: str) -> None:
-        if task.done and task.only_result().node_id == node_id:
+        if task.done and task.lies_on(node_id):
             self.remake(task)
 
-    def _replace(self, gone: Sequence[WorkerProcess]) -> None:
+    def _replace(self, gone: Sequence[WorkerProcess], reads: Sequence[Task] = ()) -> None:
+        """`reads`: what is to be made again beside what the workers were at."""
         for group in dict.fromkeys(worker.group for worker in gone):
             ended = list(group.workers) if group.gang else [worker for worker in gone if worker.group is group]
-            self._repeat(group, [task for worker in ended for task in self._end(worker)], ended)
+            lost = [*reads, *(task for worker in ended for task in self._end(worker))]
+            self._repeat(group, list(dict.fromkeys(lost)), ended)
 
     def _end(self, worker: WorkerProcess) -> list[Task]:
         """Ends a worker's process; returns the reads that it was to carry out. (The changes are in the group's past.)"""
@@ -76,7 +80,11 @@ class Repairs:
         if worker.handle is not None:
             self._transport.kill(worker.handle)
             worker.handle = None
-        return [a.task for a in attempts if a.task is not None and not a.task.changes and not a.task.done]
+        reads = [a.task for a in attempts if a.task is not None and not a.task.changes and not a.task.done]
+        for task in reads:
+            # Of a read on all workers others may have reported, and they make it again, too.
+            task.results = {}
+        return reads
 
     def _repeat(self, group: WorkerGroup, reads: Sequence[Task], ended: Sequence[WorkerProcess] = ()) -> None:
         """Sees that reads, which were sent before, are made again from the state that they were sent for.
@@ -149,11 +157,13 @@ class Repairs:
 
     # Lost objects.
 
-    def remake(self, task: Task) -> None:
-        """Makes a result again that went with the node that kept it, from the state that it was made from."""
-        if task.spare is not None:
-            (item, node_id), digests = task.spare, task.only_result().digests
-            task.results, task.spare = {0: Result((item,), digests, node_id)}, None
+    def remake(self, task: Task, item: Any = None) -> None:
+        """Makes a result again that went with the node that kept it, from the state that it was made from. `item`: what was missed."""
+        lost = [rank for rank, result in task.results.items() if self._is_lost(result, item)]
+        if task.spares and all(rank in task.spares for rank in lost):
+            for rank in lost:
+                spare, node_id = task.spares.pop(rank)
+                task.results[rank] = Result((spare,), task.results[rank].digests, node_id)
             return
         task.results, task.done = {}, False
         if task in task.group.taken:
@@ -166,6 +176,9 @@ class Repairs:
         _log.warning("the result of %s is lost with its node; it is made again", task.call)
         self._repeat(task.group, [task])
 
+    def _is_lost(self, result: Result, item: Any) -> bool:
+        return item in result.objects or self._transport.node_is_lost(result.node_id)
+
     def input_lost(self, attempt: Attempt, answer: InputLost) -> None:
         """An order could not run for want of an input: that is made again first."""
         task, worker = attempt.task, attempt.worker
@@ -174,9 +187,9 @@ class Repairs:
             return
         self._dispatcher.deaths.count_attempt(task, worker, f"{worker.name_of(task.call)} has lost its inputs")
         for needed in [needed for needed in task.inputs() if needed.done and needed.made(answer.lost)]:
-            self.remake(needed)
-        if task.changes:
-            self._replace([worker])
+            self.remake(needed, answer.lost)
+        if task.on_all:
+            self._replace([worker], [] if task.changes else [task])
         else:
             self._repeat(worker.group, [task])
 
@@ -192,7 +205,7 @@ class Repairs:
             ]
             silent = {w for w in group.workers if w.attempts} - {entry[1].worker for entry in together}
             only_peers = all(entry[2].kind == PeerLostError.__name__ for entry in together)
-            grace_s = PEER_GRACE_S if only_peers else GRACE_S if silent and task and task.changes else 0.0
+            grace_s = PEER_GRACE_S if only_peers else GRACE_S if silent and task and task.on_all else 0.0
             if group.gang and time.monotonic() - since_s < grace_s:
                 continue
             dispatcher.failed = [entry for entry in dispatcher.failed if entry not in together]
@@ -207,9 +220,12 @@ class Repairs:
     def _answer_failure(self, attempt: Attempt, failure: Failure, only_peers: bool) -> None:
         """Raises what failed, unless the ranks have only lost sight of each other, or a worker cannot start again: that is a death."""
         worker, task = attempt.worker, attempt.task
-        if only_peers or (task is None and worker.group.has_started):
+        can_restart = task is None and worker.group.has_started and failure.kind != ConfigError.__name__
+        if only_peers or can_restart:
             self.replace_dead(worker, f"{attempt} failed: {failure.kind}: {failure.text}")
             return
+        if task is None and worker.group.has_started:
+            raise WorkersLostError(f"{worker.group.role} cannot go on with what is left: {failure.text}")
         what = f"{attempt} failed on {worker.label}" if task else f"{worker.label} could not start"
         error = WorkerError(f"{what}: {failure.kind}: {failure.text}\n{failure.trace}")
         if task is None:

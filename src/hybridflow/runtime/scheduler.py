@@ -63,6 +63,30 @@ class Scheduler:
         task = self._dispatcher.enqueue(_own(group), verb, rows, arguments=(Arguments.of(args),), pieces=count)
         return tuple(Ref(Output(task, piece), task.call) for piece in range(count))
 
+    def submit_all(
+        self, group: Group[W], verb: Callable[Concatenate[W, ...], R], args: Sequence[tuple[Any, ...]]
+    ) -> tuple[Ref[R], ...]:
+        """See `Runtime.submit_all`."""
+        arguments = tuple(map(Arguments.of, args))
+        task = self._dispatcher.enqueue(_own(group), verb, arguments=arguments, counts=(0,) * len(args))
+        return tuple(Ref(Output(task, 0, rank), task.call) for rank in range(len(args)))
+
+    def submit_all_pieces(
+        self,
+        group: Group[W],
+        verb: Callable[Concatenate[W, ...], Pieces[R]],
+        counts: Sequence[int],
+        args: Sequence[tuple[Any, ...]],
+        rows: str = "",
+    ) -> tuple[tuple[Ref[R], ...], ...]:
+        """See `Runtime.submit_all_pieces`."""
+        arguments = tuple(map(Arguments.of, args))
+        task = self._dispatcher.enqueue(_own(group), verb, rows, arguments=arguments, counts=tuple(counts))
+        return tuple(
+            tuple(Ref(Output(task, piece, rank), task.call) for piece in range(count))
+            for rank, count in enumerate(counts)
+        )
+
     def broadcast(
         self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any, replaces: bool = False
     ) -> Ref[tuple[R, ...]]:
@@ -80,7 +104,14 @@ class Scheduler:
 
     def snapshot(self, group: Group[W], take: Callable[[W], S], restore: Callable[[W, S], None]) -> Ref[S] | None:
         """See `Runtime.snapshot`."""
-        return self._dispatcher.snapshot(_own(group), take, restore)
+        taken = self._dispatcher.snapshot(_own(group), take, restore, ())
+        return taken[0] if taken else None
+
+    def snapshot_all(
+        self, group: Group[W], take: Callable[[W], S], restore: Callable[Concatenate[W, ...], None]
+    ) -> tuple[Ref[S], ...] | None:
+        """See `Runtime.snapshot_all`."""
+        return self._dispatcher.snapshot(_own(group), take, restore, (0,) * group.size)
 
     def get(self, value: Any) -> Any:
         """See `Runtime.get`."""
@@ -163,7 +194,7 @@ class Scheduler:
             except ObjectLostError as error:
                 for task in {ref.handle.task: None for ref in refs}:
                     if task.done and task.made(error.lost):
-                        self._repairs.remake(task)
+                        self._repairs.remake(task, error.lost)
                 return None
             if fetched is not None:
                 self._dispatcher.received_bytes += sum(_size_of(value) for value in fetched)

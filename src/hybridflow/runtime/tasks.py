@@ -23,10 +23,14 @@ from hybridflow.types import Call, Ref
 
 @dataclass(frozen=True)
 class Output:
-    """What a `Ref` of the scheduler holds: one object of a task, or with `piece` None the results of all workers."""
+    """What a `Ref` of the scheduler holds: one object of a task, or with `piece` None the results of all workers.
+
+    rank: who made it, of a read on all workers; else 0.
+    """
 
     task: Task
     piece: int | None
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,17 @@ class Result:
 
 @dataclass(eq=False)
 class Task:
-    """One call: on one worker (`changes` False), or on all of its group."""
+    """One call: on one worker, or on all of its group where it changes their state or they meet in it (`counts`: pieces of each rank).
+
+    spares: second copies of a snapshot's parts, by rank, and the nodes that keep them.
+    """
 
     seq: int
     call: Call
     group: WorkerGroup
     verb: Callable[..., Any]
     pieces: int = 0
+    counts: tuple[int, ...] = ()
     changes: bool = False
     replaces: bool = False
     position: int | None = None
@@ -78,8 +86,17 @@ class Task:
     after: Task | None = None
     past: Past | None = None
     dependents: dict[Task, None] = field(default_factory=dict)
-    spare: tuple[Any, str] | None = None
+    spares: dict[int, tuple[Any, str]] = field(default_factory=dict)
     order: bytes | None = None
+
+    @property
+    def on_all(self) -> bool:
+        """Whether every worker of the group makes it."""
+        return self.changes or bool(self.counts)
+
+    def pieces_of(self, worker: WorkerProcess) -> int:
+        """Pieces that this worker returns."""
+        return self.counts[self.group.workers.index(worker)] if self.counts else self.pieces
 
     def inputs(self) -> Iterable[Task]:
         """The calls whose results this one needs before it can go: those described until it is divided, then those referenced."""
@@ -92,21 +109,25 @@ class Task:
         """Makes the arguments of `size` workers from the digests of what they describe; where all get the same there is nothing to do."""
         if self.split is None or len(self.arguments) == size:
             return
-        digests = [ref.handle.task.digest(ref.handle.piece) for ref in self.described]
+        digests = [ref.handle.task.digest(ref.handle) for ref in self.described]
         self.arguments = tuple(Arguments.of(args) for args in self.split(digests, size))
 
     def arguments_for(self, worker: WorkerProcess) -> Arguments:
         """What the worker is given."""
-        return self.arguments[0 if self.split is None else self.group.workers.index(worker)]
+        return self.arguments[0 if len(self.arguments) == 1 else self.group.workers.index(worker)]
 
-    def digest(self, piece: int) -> Any:
+    def digest(self, output: Output) -> Any:
         """The digest of one of its objects; None where its verb gave none."""
-        digests = self.only_result().digests
-        return digests[piece] if digests else None
+        digests = self.results[output.rank].digests
+        return digests[output.piece or 0] if digests else None
 
     def values(self) -> tuple[Any, ...]:
         """What a change returned on each worker, by rank."""
         return tuple(self.results[rank].value for rank in sorted(self.results))
+
+    def lies_on(self, node_id: str) -> bool:
+        """Whether any of its results is kept by this node."""
+        return any(result.node_id == node_id for result in self.results.values())
 
     def made(self, item: Any) -> bool:
         """Whether this object is one of the call's."""

@@ -1,4 +1,4 @@
-"""TrainEngine: one optimizer step over a mini-batch of rows, on one device or on several as replicas.
+"""TrainEngine: one optimizer step over a mini-batch of rows, on one device or on several that share rows, tokens, matrices and storage.
 
 Dimensions: T packed tokens of a micro-batch, M those of them that count.
 """
@@ -6,30 +6,53 @@ Dimensions: T packed tokens of a micro-batch, M those of them that count.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
+from torch.nn import Parameter
 
-from hybridflow.algorithms.losses import LossSum, TokenLoss, compute_denominator, compute_token_weights
+from hybridflow.algorithms.losses import LossSum, TokenLoss, compute_denominator
 from hybridflow.batch import Batch
 from hybridflow.config import Field, HybridflowError, settings
-from hybridflow.models import LanguageModel
-from hybridflow.train_engine.logprobs import compute_batch_logprobs, compute_packed_logprobs, plan_rows
+from hybridflow.models import LanguageModel, LoraSettings, apply_lora, has_adapter, merged_weights, plain_name
+from hybridflow.train_engine.backends import apply_liger, check_precision
+from hybridflow.train_engine.layers import CheckpointingSetting, CompileSetting, TrainLayers, resolve_layers
+from hybridflow.train_engine.logprobs import compute_batch_logprobs, compute_packed_logprobs, find_step, plan_rows
 from hybridflow.train_engine.loss_totals import LossTotals
+from hybridflow.train_engine.memory import Workload, read_budget, read_shape
+from hybridflow.train_engine.mesh import ParallelConfig, build_mesh, plan_layout
+from hybridflow.train_engine.micro_batches import MicroBatch
 from hybridflow.train_engine.optimizer import AdamW, OptimizerSettings
-from hybridflow.train_engine.packing import PackedRows, Rows, pack_rows, read_rows, to_device
+from hybridflow.train_engine.packing import (
+    PackedRows,
+    Rows,
+    compute_packed_weights,
+    pack_rows,
+    read_rows,
+    to_device,
+)
 from hybridflow.train_engine.ranks import Ranks
 from hybridflow.train_engine.schedule import ScheduleSettings, compute_learning_rate
+from hybridflow.train_engine.sharding import (
+    apply_sharding,
+    compute_box,
+    compute_cuts,
+    free_gathered,
+    gather_whole,
+    local_part,
+    owns_box,
+    read_splits,
+    set_last_backward,
+)
+from hybridflow.train_engine.tensor_parallel import apply_tensor_parallel
 from hybridflow.types import Metrics, last, mean, total
 
 _ALONE = Ranks()
+_PER_WEIGHT = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
 
 
 @settings
@@ -39,15 +62,39 @@ class TrainSettings:
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Tokens that go through the model together; more is faster and takes more memory. A longer row goes alone. Changes no
     gradient beyond rounding."""
-    gradient_checkpointing: bool = False
-    """Keeps only the input of each layer for the backward pass and computes the rest again: long rows in less memory, about a
-    third slower, same gradients."""
+    parallel_config: ParallelConfig = Field(default_factory=ParallelConfig)
+    """How trainers share the model: data, tensor and sequence parallel, and over how many its storage is split."""
+    lora: LoraSettings | None = None
+    """Trains a low-rank adapter and leaves the model's own weights as they are; null trains all weights."""
+    gradient_checkpointing: CheckpointingSetting = "none"
+    """What of each layer is computed again in backward instead of kept, for long rows in less memory; same gradients. `none` nothing,
+    `selective` all but matrix products and attention, `full` everything but the layer's input, about a third slower. `auto` takes the
+    first of these that the memory will hold."""
+    activation_offload: bool = False
+    """Keeps what backward needs of each layer in the host's memory meanwhile; slower, same gradients."""
+    compile: CompileSetting = "auto"
+    """Compiles the layers by torch.compile: minutes at the start, faster steps. `auto` does on GPUs."""
+    liger: bool = False
+    """Replaces norms, rotary embedding and activation by Liger's kernels, where liger-kernel is installed."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What is kept in the host's memory: `optimizer` moments and the float32 masters of bfloat16 weights, which visit the device in each
+    step; `parameters` the sharded weights too, which are then stepped by the CPU (needs parallel_config.shard above 1)."""
+    reshard_after_forward: bool = True
+    """Where weights are split over trainers: frees a layer's gathered weights after its forward pass and gathers them again in
+    backward. false keeps them between: faster, with memory for all gathered weights."""
     max_skipped_steps: int = Field(default=5, ge=0)
     """Steps in a row that may be skipped because their loss or gradient is not finite; one more stops the run."""
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     """AdamW and clipping."""
     schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
     """Learning rate over optimizer steps."""
+
+    def __post_init__(self) -> None:
+        if self.offload == "parameters" and self.parallel_config.shard == 1:
+            raise ValueError(
+                "offload is 'parameters', but parallel_config.shard is 1, which keeps weights whole; set shard to 0, or offload to "
+                "'optimizer'"
+            )
 
 
 class StateError(HybridflowError, ValueError):
@@ -63,29 +110,36 @@ class NonFiniteError(HybridflowError, RuntimeError):
 
 
 class TrainEngine:
-    """Trains a model on one device; the weights change in place and keep their addresses.
+    """Trains a model on one device or on several; whole weights change in place and keep their addresses.
 
-    ranks: the replicas that train together, each with its own rows of every mini-batch and an engine like this one. They take the
-           same steps with the same gradients and stay bit-equal. Collectives of a step: the denominator; which weights have a
-           gradient; the gradients, one for each 32 MiB; the loss sums with the numbers that have to be the same on all ranks
-           (gradient norm, checksum of the weights before the step). Where no token counts, the first alone. All but the
-           gradients are numbers of the host, and the device is waited for once a step, as alone.
+    model: edited in place as the settings say: adapter, tensor parallel, sharding, in this order. From then on its passes go through
+           `model.run`, and where the layout shares the model, all ranks take part in each.
+    ranks: those that train together, each with an engine like this one; `settings.parallel_config` says who does what. Ranks of one
+           `data` index are given the same rows, others their own. All take the same steps with the same gradients, and those that hold
+           the same weights stay bit-equal. Collectives of a step, beside those of the layers: the denominator; how many micro-batches
+           there are, under sharding; which weights have a gradient, and the gradients, one for each 32 MiB, without sharding; the
+           gradient norm, where weights are split; the loss sums with the numbers that have to be the same on all ranks (gradient norm,
+           checksum of the weights before the step). Where no token counts, the first alone. Numbers of the host travel by the host, and
+           the device is waited for once a step, as alone.
+    seed:  draws a new adapter.
 
-    Determinism: with the same rows in the same order on the same number of ranks, the same settings and the same number of
+    Determinism: with the same rows in the same order on the same layout of ranks, the same settings and the same number of
     threads, every number is bit-equal on the CPU: micro-batches, their order and the order of all sums follow from the row
     lengths. In exact mode a row's log-probabilities do not depend on its micro-batch either. Gradients of other micro-batch
-    splits or numbers of ranks differ by rounding: 1e-5 relative in float32, 1e-10 in float64.
+    splits or layouts differ by rounding: 1e-5 relative in float32, 1e-10 in float64.
     """
 
-    def __init__(self, model: LanguageModel, settings: TrainSettings, ranks: Ranks = _ALONE) -> None:
+    def __init__(self, model: LanguageModel, settings: TrainSettings, ranks: Ranks = _ALONE, *, seed: int = 0) -> None:
         self.model = model
         self.settings = settings
         self.ranks = ranks
-        self.optimizer = AdamW(dict(model.module.named_parameters()), settings.optimizer)
+        self.mesh = build_mesh(ranks, plan_layout(settings.parallel_config, ranks.size), model.device)
+        self._partial = self._edit_model(seed)
+        self.layers = self._build_layers()
+        parameters = {plain_name(name): weight for name, weight in model.module.named_parameters()}
+        self.optimizer = AdamW(parameters, settings.optimizer, self.mesh, on_host=settings.offload == "optimizer")
         self._steps_taken = 0
         self._skipped_in_a_row = 0
-        if settings.gradient_checkpointing:
-            _enable_checkpointing(model)
 
     @property
     def steps_taken(self) -> int:
@@ -109,7 +163,9 @@ class TrainEngine:
         An error ends the waits of the other ranks, and this engine takes no further step with them.
         """
         with self.ranks.leaving_on_error():
-            totals, metrics = self.accumulate(batch, loss)
+            totals, metrics = self.layers.attempt(
+                lambda: self.accumulate(batch, loss), self.optimizer.discard_gradients, alone=self.ranks.size == 1
+            )
             return metrics | self._take_step(totals)
 
     def accumulate(self, batch: Batch | None, loss: TokenLoss) -> tuple[LossTotals, Metrics]:
@@ -124,53 +180,93 @@ class TrainEngine:
         rows = read_rows(batch, loss.columns)
         _check_lengths(rows.lengths, self.model.config.max_position_embeddings)
         counts = rows.count_masked()
-        totals = LossTotals(self.ranks.total(compute_denominator(counts, loss.normalization)), self.ranks)
-        plan = plan_rows(self.model, rows, counts > 0, self.settings.micro_batch_tokens)
-        with _checkpointing(self.model, self.settings.gradient_checkpointing):
-            for micro_batch in plan:
-                packed = pack_rows(rows, micro_batch.rows, rows.loss_mask, self.model.device)
-                loss_sum = self._compute_loss(rows, packed, loss)
-                (loss_sum.total / totals.denominator).backward()
-                totals.add(loss_sum)
-        if totals.denominator:
-            self.optimizer.sum_gradients(self.ranks)
-        return totals, {
-            "train/rows": total(sum(len(micro_batch.rows) for micro_batch in plan)),
-            "train/tokens": total(sum(micro_batch.num_tokens for micro_batch in plan)),
-            "train/micro_batches": total(len(plan)),
-        }
+        denominator = self.mesh.data.total(compute_denominator(counts, loss.normalization))
+        totals = LossTotals(denominator, self.mesh)
+        plan = plan_rows(self.model, rows, counts > 0, self.settings.micro_batch_tokens, find_step(self.mesh))
+        with self.layers:
+            for index, micro_batch in enumerate(plan):
+                set_last_backward(self.model, index == len(plan) - 1)
+                self._pass(rows, micro_batch, loss, totals)
+        if denominator:
+            self.optimizer.sum_gradients(self._partial)
+        return totals, self._count(plan)
 
-    def log_prob(self, batch: Batch, temperature: float, *, only_masked: bool = True) -> list[NDArray[np.float32]]:
-        """`compute_batch_logprobs` of this model with the micro-batches of `update`."""
-        return compute_batch_logprobs(
-            self.model,
-            batch,
-            temperature=temperature,
-            micro_batch_tokens=self.settings.micro_batch_tokens,
-            only_masked=only_masked,
-        )
+    def log_prob(
+        self, batch: Batch | None, temperature: float, *, only_masked: bool = True
+    ) -> list[NDArray[np.float32]]:
+        """`compute_batch_logprobs` of this model with the micro-batches of `update`.
+
+        Where the layout shares the model, all ranks call, those of one `data` index with the same rows; None without rows.
+        """
+        with self.ranks.leaving_on_error(), self.layers:
+            found = compute_batch_logprobs(
+                self.model,
+                batch,
+                temperature=temperature,
+                micro_batch_tokens=self.settings.micro_batch_tokens,
+                only_masked=only_masked,
+                mesh=self.mesh,
+            )
+            free_gathered(self.model)
+            return found
 
     def check_weights(self) -> None:
         """Raises NonFiniteError if a weight is not finite, so that no such state replaces a good one."""
-        for name, weight in self.model.module.named_parameters():
-            if not torch.isfinite(weight).all():
+        for name, weight in self.optimizer.weights.items():
+            if not torch.isfinite(weight.master).all():
                 raise NonFiniteError(
                     f"weight '{name}' is not finite after {self._steps_taken} steps, and is not saved; "
                     "go on from the last checkpoint with a lower optimizer.lr"
                 )
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All tensors of the training state, by name: `model/<weight>`, `optimizer/...` (see `AdamW`), `rng/cpu`, `rng/cuda`.
+        """All tensors of the training state, this rank's part of each, by name.
 
-        Weights and moments are the live tensors, not copies: write them out before the next update. The generators' states
-        are uint8; training draws nothing, whatever else runs in the process may.
+        `model/<weight>` are the trained weights' masters, in float32 (float64), from which live ones are rounded; `optimizer/...` see
+        `AdamW`; `rng/cpu` and `rng/cuda` the generators' states, uint8: training draws nothing, whatever else runs in the process may.
+        They are the live tensors, not copies: write them out before the next update.
         """
-        tensors = {f"model/{name}": weight.detach() for name, weight in self.model.module.named_parameters()}
+        tensors = {f"model/{name}": weight.master for name, weight in self.optimizer.weights.items()}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in self.optimizer.state_tensors().items()}
         tensors["rng/cpu"] = torch.get_rng_state()
         if self.model.device.type == "cuda":
             tensors["rng/cuda"] = torch.cuda.get_rng_state(self.model.device)
         return tensors
+
+    def state_layout(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Of each of `state_tensors` the shape of the whole tensor, and where in it this rank's part begins."""
+        whole = {name: tuple(tensor.shape) for name, tensor in self.state_tensors().items()}
+        layout = {name: (shape, (0,) * len(shape)) for name, shape in whole.items()}
+        for name, weight in self.optimizer.weights.items():
+            cuts = compute_cuts(weight.splits, self.mesh.layout, self.mesh.world.rank)
+            box = compute_box(weight.live.shape, cuts)
+            layout |= {f"{kind}/{name}": (box.global_shape, box.offsets) for kind in _PER_WEIGHT}
+        return layout
+
+    def owned_state(self) -> frozenset[str]:
+        """Those of `state_tensors` that this rank writes: over all ranks every value of every tensor once. Empty parts are nobody's."""
+        whole = frozenset(self.state_tensors()) if self.mesh.world.rank == 0 else frozenset()
+        per_weight = {name: [f"{kind}/{name}" for kind in _PER_WEIGHT] for name in self.optimizer.weights}
+        owned = {
+            key
+            for name, weight in self.optimizer.weights.items()
+            if weight.exp_avg.numel() and owns_box(weight.splits, self.mesh.layout, self.mesh.world.rank)
+            for key in per_weight[name]
+        }
+        return (whole - {key for keys in per_weight.values() for key in keys}) | owned
+
+    def gather_weights(self) -> dict[str, Tensor]:
+        """`iter_weights` as a dict; memory for the whole model where it is split over ranks."""
+        return dict(self.iter_weights())
+
+    @torch.no_grad()
+    def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole weights of the plain model, one at a time, in the model's dtype, an adapter merged in, a tied weight once.
+
+        All ranks iterate, to the end. A weight that is whole here may be the live one: copy what is to stay as it is.
+        """
+        free_gathered(self.model)
+        yield from merged_weights(self.model, self._read_whole)
 
     def state_json(self) -> dict[str, Any]:
         """The rest of the state: `{"steps_taken": 20, "skipped_in_a_row": 0}`. The schedule is a function of the first."""
@@ -180,12 +276,15 @@ class TrainEngine:
     def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Takes up what `state_tensors` and `state_json` gave, so that what follows is bit-equal. Addresses stay.
 
+        tensors: this rank's parts; those of another layout first cut to the boxes of `state_layout`.
+
         Everything is checked before anything is changed; ValueError names the tensor that is missing, odd or of another form.
         """
         ours = self.state_tensors()
         _check_state(ours, tensors)
         for name, tensor in ours.items():
             tensor.copy_(tensors[name])
+        self.optimizer.round_masters()
         self.optimizer.load_steps(tensors["optimizer/steps"])
         torch.set_rng_state(ours["rng/cpu"])
         if "rng/cuda" in ours:
@@ -193,6 +292,85 @@ class TrainEngine:
         self._steps_taken = int(state["steps_taken"])
         self._skipped_in_a_row = int(state["skipped_in_a_row"])
         self.optimizer.discard_gradients()
+        free_gathered(self.model)
+
+    def _edit_model(self, seed: int) -> frozenset[str]:
+        """Adapter, tensor parallel and sharding; the names of weights whose gradient is in parts over `tensor`."""
+        layout, model, partial = self.mesh.layout, self.model, frozenset[str]()
+        check_precision(model.dtype, model.device, liger=self.settings.liger)
+        if self.settings.lora is not None and not has_adapter(model):
+            apply_lora(model, self.settings.lora, seed)
+        if self.settings.liger:
+            apply_liger(model)
+        if layout.tensor > 1:
+            partial = apply_tensor_parallel(model, self.mesh)
+        if layout.shard > 1:
+            apply_sharding(
+                model,
+                self.mesh,
+                reshard_after_forward=self.settings.reshard_after_forward,
+                offload_parameters=self.settings.offload == "parameters",
+            )
+        return partial
+
+    def _build_layers(self) -> TrainLayers:
+        """How the decoder layers run in training; the same on all ranks, which share each pass."""
+        layout, settings = self.mesh.layout, self.settings
+        trained = sum(weight.numel() for weight in self.model.module.parameters() if weight.requires_grad)
+        workload = Workload(
+            shape=read_shape(self.model.config),
+            dtype=self.model.dtype,
+            micro_batch_tokens=settings.micro_batch_tokens,
+            tensor=layout.tensor,
+            sequence=layout.sequence,
+            shard=layout.shard,
+            replicas=layout.data * layout.sequence,
+            trained_weights=trained if has_adapter(self.model) else None,
+        )
+        mode = resolve_layers(
+            self.model,
+            workload,
+            int(min(numbers[0] for numbers in self.ranks.gather([read_budget(self.model.device)]))),
+            checkpointing=settings.gradient_checkpointing,
+            compiled=settings.compile,
+            offload=settings.activation_offload,
+        )
+        return TrainLayers(self.model, workload, mode)
+
+    def _pass(self, rows: Rows, micro_batch: MicroBatch, loss: TokenLoss, totals: LossTotals) -> None:
+        """Forward and backward of one micro-batch."""
+        packed = pack_rows(rows, micro_batch.rows, rows.loss_mask, self.model.device, self.mesh.sequence)
+        with self.layers.phase("forward", micro_batch.num_tokens):
+            loss_sum = self._compute_loss(rows, packed, loss)
+            scaled = self._compute_nothing(packed) if loss_sum is None else loss_sum.total / totals.denominator
+        with self.layers.phase("backward", micro_batch.num_tokens):
+            scaled.backward()
+        if loss_sum is not None:
+            totals.add(loss_sum)
+
+    def _compute_nothing(self, packed: PackedRows) -> Tensor:
+        """0 with a gradient of zeros, where others wait for this rank's part of weights, keys, values and gradients."""
+        logprobs_M, _ = compute_packed_logprobs(self.model, packed, temperature=1.0, with_entropy=False)
+        return logprobs_M.sum()
+
+    def _count(self, plan: tuple[MicroBatch, ...]) -> Metrics:
+        """What went through the model, told once for the ranks that share the rows."""
+        if self.mesh.at.sequence or self.mesh.at.tensor:
+            return {}
+        return {
+            "train/rows": total(sum(len(micro_batch.rows) for micro_batch in plan)),
+            "train/tokens": total(sum(micro_batch.num_tokens for micro_batch in plan)),
+            "train/micro_batches": total(sum(1 for micro_batch in plan if micro_batch.rows)),
+        }
+
+    def _read_whole(self, parameter: Parameter) -> Tensor:
+        """The whole tensor that a live parameter stands for: an adapter's master, of others the live value in the model's dtype."""
+        part = local_part(parameter)
+        if has_adapter(self.model) and parameter.requires_grad:
+            part = next(weight.master for weight in self.optimizer.weights.values() if weight.live is parameter)
+        elif part.is_floating_point():
+            part = part.to(self.model.dtype)
+        return gather_whole(part.to(self.model.device), parameter.shape, read_splits(parameter), self.mesh)
 
     def _take_step(self, totals: LossTotals) -> Metrics:
         """Steps by the gradients that `accumulate` has left, or skips; the metrics of that."""
@@ -200,18 +378,15 @@ class TrainEngine:
         if not totals.denominator:
             return self._report_step(lr, skipped=1)
         grad_norm = self.optimizer.compute_grad_norm()
-        mean_loss, grad_norm_value, *_ = totals.read({"the gradient norm": grad_norm, **self._compute_checksum()})
+        mean_loss, grad_norm_value = totals.read({"the gradient norm": grad_norm}, self.optimizer.compute_checksums())
         if not (math.isfinite(mean_loss) and math.isfinite(grad_norm_value)):
             self._skip_nonfinite(mean_loss, grad_norm_value)
             return self._report_step(lr, skipped=1, nonfinite=1)
-        self.optimizer.step(lr, grad_norm)
+        with self.layers.phase("optimizer"):
+            self.optimizer.step(lr, grad_norm)
         self._steps_taken += 1
         self._skipped_in_a_row = 0
         return totals.metrics() | self._report_step(lr, {"train/grad_norm": mean(grad_norm_value)})
-
-    def _compute_checksum(self) -> dict[str, Tensor]:
-        """Of the weights that this step starts from; nothing where there is no other rank to compare with."""
-        return {} if self.ranks.size == 1 else {"the checksum of the weights": self.optimizer.compute_checksum()}
 
     def _report_step(self, lr: float, more: Metrics | None = None, *, skipped: int = 0, nonfinite: int = 0) -> Metrics:
         """What is the same on all ranks, from the first of them alone."""
@@ -220,10 +395,14 @@ class TrainEngine:
         counts = {"train/skipped_steps": total(skipped), "train/nonfinite_steps": total(nonfinite)}
         return {"train/lr": last(lr)} | counts | (more or {})
 
-    def _compute_loss(self, rows: Rows, packed: PackedRows, loss: TokenLoss) -> LossSum:
+    def _compute_loss(self, rows: Rows, packed: PackedRows, loss: TokenLoss) -> LossSum | None:
+        """None where no token counts here: no loss is asked about nothing, since it might divide by it."""
         device = self.model.device
-        mask_T = torch.from_numpy(rows.loss_mask[packed.places_T])
-        weights_T = compute_token_weights(mask_T, packed.attention.cu_seqlens, loss.normalization)
+        if not packed.places_T.size:
+            return None
+        mask_T, weights_T = compute_packed_weights(rows, packed, loss.normalization)
+        if not mask_T.any():
+            return None
         logprobs_M, entropy_M = compute_packed_logprobs(
             self.model, packed, temperature=loss.temperature, with_entropy=loss.needs_entropy
         )
@@ -260,30 +439,7 @@ def _check_lengths(lengths: NDArray[np.int64], context: int) -> None:
 
 def _spread(values_M: Tensor, packed: PackedRows) -> Tensor:
     """[M] to [T]: each value at its token, 0 elsewhere."""
-    return values_M.new_zeros(packed.tokens_T.numel()).index_copy(0, packed.token_index_M, values_M)
-
-
-def _enable_checkpointing(model: LanguageModel) -> None:
-    with warnings.catch_warnings():
-        # The name that all supported versions of Transformers know; the newer ones announce another.
-        warnings.simplefilter("ignore", FutureWarning)
-        model.module.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-
-
-@contextmanager
-def _checkpointing(model: LanguageModel, enabled: bool) -> Iterator[None]:
-    """Lets the layers checkpoint, which Transformers ties to training mode: the layer's own flag alone, so that no dropout wakes
-    up in the modules below it, and only for now, because the rollout runs the same layers."""
-    layers = (
-        [layer for layer in model.module.modules() if isinstance(layer, GradientCheckpointingLayer)] if enabled else []
-    )
-    for layer in layers:
-        layer.training = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.training = False
+    return values_M.new_zeros(packed.places_T.size).index_copy(0, packed.token_index_M, values_M)
 
 
 def _check_state(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:

@@ -12,16 +12,11 @@ from hybridflow.train_engine.ranks import Ranks
 BUCKET_BYTES = 32 * 2**20
 
 
-def sum_gradients(masters: Sequence[Tensor], ranks: Ranks, bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Replaces `grad` of each master by its sum over ranks; one that no rank's gradient reached keeps None.
+def sum_gradients(gradients: Sequence[Tensor], ranks: Ranks, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Replaces each tensor by its sum over ranks, in place; every rank gives tensors of the same forms in the same order.
 
-    Collectives: one for the flags of what was reached, and one for each bucket of `plan_buckets`. Nothing waits for the device.
+    Collectives: one for each bucket of `plan_buckets`. Nothing waits for the device.
     """
-    if ranks.size == 1:
-        return
-    reached = torch.tensor([master.grad is not None for master in masters], dtype=torch.int32)
-    ranks.sum_(reached)
-    gradients = [_own_gradient(master) for master, count in zip(masters, reached.tolist(), strict=True) if count]
     for bucket in plan_buckets([(gradient.dtype, gradient.nbytes) for gradient in gradients], bucket_bytes):
         _sum_bucket(gradients[bucket], ranks)
 
@@ -44,12 +39,6 @@ def plan_buckets(sizes: Sequence[tuple[torch.dtype, int]], max_bytes: int) -> li
             buckets.append(slice(index, index + 1))
             room = max_bytes - num_bytes
     return buckets
-
-
-def _own_gradient(master: Tensor) -> Tensor:
-    if master.grad is None:
-        master.grad = torch.zeros_like(master)
-    return master.grad
 
 
 def _sum_bucket(gradients: Sequence[Tensor], ranks: Ranks) -> None:

@@ -12,56 +12,96 @@ from torch import Tensor
 
 from hybridflow.batch import Batch
 from hybridflow.models import LanguageModel, compute_logprobs
-from hybridflow.train_engine.micro_batches import MicroBatch, compute_row_costs, plan_micro_batches
+from hybridflow.train_engine.mesh import Mesh
+from hybridflow.train_engine.micro_batches import (
+    MicroBatch,
+    compute_model_work,
+    compute_row_costs,
+    pad_plan,
+    plan_micro_batches,
+)
 from hybridflow.train_engine.packing import PackedRows, Rows, pack_rows, read_rows
+from hybridflow.train_engine.ranks import Ranks
+
+_ALONE = Ranks()
 
 
-def plan_rows(model: LanguageModel, rows: Rows, wanted: NDArray[np.bool_], max_tokens: int) -> tuple[MicroBatch, ...]:
-    """Micro-batches of the wanted rows [S]; their `rows` are row numbers of the batch."""
+def plan_rows(
+    model: LanguageModel, rows: Rows, wanted: NDArray[np.bool_], max_tokens: int, in_step: Ranks = _ALONE
+) -> tuple[MicroBatch, ...]:
+    """Micro-batches of the wanted rows [S]; their `rows` are row numbers of the batch.
+
+    in_step: ranks that pass through their micro-batches together, because each pass gathers weights from all of them: all get as many,
+             the last ones without rows where rows run out.
+    """
     index = np.flatnonzero(wanted)
     lengths = rows.lengths[index]
-    plan = plan_micro_batches(lengths, compute_row_costs(lengths, model.head.weight.shape[1]), max_tokens)
+    costs = compute_row_costs(lengths, compute_model_work(model.config))
+    plan = plan_micro_batches(lengths, costs, max_tokens)
+    count = int(max(numbers[0] for numbers in in_step.gather([len(plan)])))
+    if count > len(plan):
+        plan = pad_plan(plan_micro_batches(lengths, costs, max_tokens, min_parts=count), count)
     return tuple(MicroBatch(tuple(index[list(part.rows)].tolist()), part.num_tokens, part.cost) for part in plan)
+
+
+def find_step(mesh: Mesh) -> Ranks:
+    """The ranks that pass through their micro-batches together."""
+    return mesh.data if mesh.layout.shard > 1 else _ALONE
 
 
 def compute_packed_logprobs(
     model: LanguageModel, packed: PackedRows, *, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability, and entropy if asked for, of each scored token: [M] each, with gradient where autograd is on."""
-    hidden_TD = model.hidden_states(packed.tokens_T, packed.positions_T, packed.attention)
-    return compute_logprobs(
-        hidden_TD,
-        packed.targets_M,
-        model.head,
-        temperature=temperature,
-        with_entropy=with_entropy,
-        rows=packed.hidden_index_M,
-    )
+
+    def forward() -> tuple[Tensor, Tensor | None]:
+        return compute_logprobs(
+            model.hidden_states(packed.tokens_T, packed.positions_T, packed.attention),
+            packed.targets_M,
+            model.head,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            rows=packed.hidden_index_M,
+        )
+
+    return model.run(forward)
 
 
 @torch.no_grad()
 def compute_batch_logprobs(
-    model: LanguageModel, batch: Batch, *, temperature: float, micro_batch_tokens: int, only_masked: bool = True
+    model: LanguageModel,
+    batch: Batch | None,
+    *,
+    temperature: float,
+    micro_batch_tokens: int,
+    only_masked: bool = True,
+    mesh: Mesh | None = None,
 ) -> list[NDArray[np.float32]]:
     """Log-probability of the tokens of each row under the model as it is: float32, aligned to `tokens`, 0.0 at its first token.
 
+    batch:       this rank's rows; None where it has none.
     temperature: divides the logits, above 0: that of the sampling, so that a ratio starts at 1.
     only_masked: True: tokens with `loss_mask` 1 in rows that are OK, 0.0 elsewhere (the head is a large part of the work of a
                  small model with a large vocabulary). False: every token but the first, in every row.
+    mesh:        the ranks that share the model: all call together, those of one `data` index with the same rows, and get the values of
+                 these. None: alone, or with a whole model each.
 
     The path is that of training: same packing, same head. Rows that the update would use get the same micro-batches here, so
     the numbers equal the training forward's bit for bit; in exact mode they do whatever else is in the batch.
     """
     model.module.eval()
+    sequence, in_step = (_ALONE, _ALONE) if mesh is None else (mesh.sequence, find_step(mesh))
     rows = read_rows(batch)
     scored = rows.loss_mask if only_masked else np.ones_like(rows.loss_mask)
     wanted = rows.count_masked() > 0 if only_masked else rows.lengths > 1
     parts, places = [], []
-    for micro_batch in plan_rows(model, rows, wanted, micro_batch_tokens):
-        packed = pack_rows(rows, micro_batch.rows, scored, model.device)
+    for micro_batch in plan_rows(model, rows, wanted, micro_batch_tokens, in_step):
+        packed = pack_rows(rows, micro_batch.rows, scored, model.device, sequence)
         parts.append(compute_packed_logprobs(model, packed, temperature=temperature, with_entropy=False)[0])
         places.append(packed.places_M)
     values = np.zeros(rows.tokens.shape, dtype=np.float32)
     if parts:
         values[np.concatenate(places)] = torch.cat(parts).float().cpu().numpy()
+    # Each value is on one rank, and 0 on the others.
+    sequence.sum_(torch.from_numpy(values))
     return np.split(values, rows.offsets[1:])[:-1]

@@ -1,10 +1,11 @@
-"""Rows of a batch side by side, as one forward pass takes them: no padding, everything indexed on the host.
+"""Rows of a batch side by side, as one forward pass takes them: everything indexed on the host, a rank's part of the tokens cut out.
 
 Dimensions: S sequences, T packed tokens, M scored tokens (those whose log-probability is computed).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,9 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hybridflow.algorithms.losses import Normalization, compute_token_weights
 from hybridflow.batch import Batch
 from hybridflow.models import Packed, predicted_positions
+from hybridflow.train_engine.ranks import Ranks
+from hybridflow.train_engine.sequence_parallel import UlyssesPlan
 from hybridflow.types import RowState
+
+_ALONE = Ranks()
+# Rows of a matrix product that a GPU works on together; also keeps the number of shapes small.
+_TILE_TOKENS = {"cpu": 1, "cuda": 128}
 
 
 @dataclass(frozen=True)
@@ -44,13 +52,20 @@ class Rows:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """One micro-batch; tensors on the model's device unless said otherwise.
+    """One micro-batch as one rank of the sequence axis computes it; tensors on the model's device unless said otherwise.
 
-    tokens_T, positions_T: int64.
-    hidden_index_M:        int64, which packed position predicts scored token i.
-    token_index_M:         int64, at which packed position scored token i stands.
+    The forward pass sees the tokens of all rows and, where their number does not divide, one dummy row at the end that nothing reads.
+    Each rank holds an equal part of these, and scores what is predicted by the hidden states of its part; a row may lie in several parts.
+    A loss sees all tokens of all rows, without the dummy, on every rank.
+
+    tokens_T, positions_T: int64, this rank's part; positions of the dummy row are 0.
+    attention:             over the tokens of all parts.
+    hidden_index_M:        int64, which of this rank's hidden states predicts scored token i.
+    token_index_M:         int64, at which of the loss's tokens scored token i stands.
     targets_M:             int64, the scored tokens.
-    places_T, places_M:    int64 on the host: where packed and scored tokens stand in the arrays of `Rows`.
+    cu_seqlens:            [S+1] int32 on the host, the rows in the loss's tokens.
+    is_here_T:             bool on the host, of the loss's tokens those that this rank speaks of; each is spoken of by one rank.
+    places_T, places_M:    int64 on the host: where the loss's tokens and the scored ones stand in the arrays of `Rows`.
     """
 
     tokens_T: Tensor
@@ -59,6 +74,8 @@ class PackedRows:
     hidden_index_M: Tensor
     token_index_M: Tensor
     targets_M: Tensor
+    cu_seqlens: Tensor
+    is_here_T: NDArray[np.bool_]
     places_T: NDArray[np.int64]
     places_M: NDArray[np.int64]
 
@@ -78,31 +95,86 @@ def read_rows(batch: Batch | None, columns: Iterable[str] = ()) -> Rows:
     return Rows(offsets, tokens.values.numpy(), mask, values)
 
 
-def pack_rows(rows: Rows, chosen: Sequence[int], scored: NDArray[np.bool_], device: torch.device) -> PackedRows:
-    """The chosen rows side by side, in the order given.
+def pack_rows(
+    rows: Rows, chosen: Sequence[int], scored: NDArray[np.bool_], device: torch.device, axis: Ranks = _ALONE
+) -> PackedRows:
+    """The chosen rows side by side, in the order given; none make a micro-batch of the dummy row alone.
 
     scored: [sum of lengths] bool; of the tokens that something predicts, those to compute a log-probability of.
+    axis:   the ranks that share the tokens; all call with the same rows. Alone on the CPU there is no dummy row; on a GPU each part is
+            a multiple of 128 tokens.
     """
-    index = np.asarray(chosen)
+    index = np.asarray(chosen, np.int64)
     lengths = rows.lengths[index]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     positions_T = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
     places_T = positions_T + np.repeat(rows.offsets[index], lengths)
     tokens_T = torch.from_numpy(rows.tokens[places_T].astype(np.int64))
     cu_seqlens = torch.from_numpy(starts.astype(np.int32))
+    part = plan_part(places_T.size, axis, _TILE_TOKENS[device.type])
+    is_here_T = part.speaks_of(places_T.size)
     hidden_index, token_index = predicted_positions(cu_seqlens)
-    wanted = torch.from_numpy(scored[places_T])[token_index]
+    wanted = torch.from_numpy(scored[places_T] & is_here_T)[token_index]
     token_index = token_index[wanted]
     return PackedRows(
-        tokens_T=to_device(tokens_T, device),
-        positions_T=to_device(torch.from_numpy(positions_T), device),
-        attention=Packed(cu_seqlens, int(lengths.max())),
-        hidden_index_M=to_device(hidden_index[wanted], device),
+        tokens_T=to_device(part.cut(tokens_T), device),
+        positions_T=to_device(part.cut(torch.from_numpy(positions_T)), device),
+        attention=_build_attention(lengths, part.padding, axis),
+        hidden_index_M=to_device(hidden_index[wanted] - part.start, device),
         token_index_M=to_device(token_index, device),
+        # Taken from the tokens of all parts: a row that goes on in the next part has its next token there.
         targets_M=to_device(tokens_T[token_index], device),
+        cu_seqlens=cu_seqlens,
+        is_here_T=is_here_T,
         places_T=places_T,
         places_M=places_T[token_index.numpy()],
     )
+
+
+def compute_packed_weights(rows: Rows, packed: PackedRows, normalization: Normalization) -> tuple[Tensor, Tensor]:
+    """What counts in the loss of a micro-batch on this rank, and how much: mask [T] bool, weights [T] float64, on the host.
+
+    A row's weights come from all its tokens, wherever they are; both are 0 at a token that another rank speaks of. So over the ranks of
+    the axis masks and weights add up to those of one rank.
+    """
+    mask_T, is_here_T = torch.from_numpy(rows.loss_mask[packed.places_T]), torch.from_numpy(packed.is_here_T)
+    weights_T = compute_token_weights(mask_T, packed.cu_seqlens, normalization)
+    return mask_T & is_here_T, weights_T * is_here_T
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a micro-batch: `[start, start + size)` of its tokens and `padding` dummy ones behind them."""
+
+    start: int
+    size: int
+    padding: int
+
+    def cut(self, values_T: Tensor) -> Tensor:
+        """This part of the values of all tokens, 0 at dummy ones."""
+        return torch.nn.functional.pad(values_T, (0, self.padding))[self.start : self.start + self.size]
+
+    def speaks_of(self, num_tokens: int) -> NDArray[np.bool_]:
+        """[T] bool, the tokens before which a token of this part stands; the very first is the first part's."""
+        before_T = np.maximum(np.arange(num_tokens) - 1, 0)
+        return (before_T >= self.start) & (before_T < self.start + self.size)
+
+
+def plan_part(num_tokens: int, axis: Ranks, tile_tokens: int) -> Part:
+    """The part of this rank of the axis.
+
+    Invariants: parts follow each other in the order of ranks and are of one size, the smallest multiple of `tile_tokens` above 0 with which
+    they hold all tokens; what they hold beyond these are dummy tokens at the end.
+    """
+    size = max(1, -(-num_tokens // (axis.size * tile_tokens))) * tile_tokens
+    return Part(axis.rank * size, size, axis.size * size - num_tokens)
+
+
+def _build_attention(lengths: NDArray[np.int64], padding: int, axis: Ranks) -> Packed:
+    lengths = np.append(lengths, padding) if padding else lengths
+    cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    wrap = functools.partial(UlyssesPlan, axis=axis) if axis.size > 1 else None
+    return Packed(cu_seqlens, int(lengths.max()), wrap)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

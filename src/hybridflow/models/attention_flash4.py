@@ -1,0 +1,88 @@
+"""FlashAttention 4 (package flash-attn-4): the fastest packed attention measured on Hopper, docs/performance.md."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+from typing import Any
+
+from torch import Tensor
+
+# Its interface below the public one, which torch.compile cannot follow, moves between releases.
+_VERSION = "4.0.0b36"
+
+
+class Flash4:
+    """See `FusedKernel`. Kernels are compiled at their first use for a form of heads, a few seconds each; row lengths do not matter."""
+
+    def why_not(self) -> str | None:
+        """See `FusedKernel`."""
+        return _why_not()
+
+    def forward(
+        self,
+        query_THK: Tensor,
+        key_TNK: Tensor,
+        value_TNK: Tensor,
+        cu_seqlens: Tensor,
+        max_len: int,
+        scale: float,
+        window: int,
+    ) -> tuple[Tensor, Tensor]:
+        """See `FusedKernel`."""
+        out_THK, softmax_HT, *_ = _interface()._flash_attn_fwd(
+            query_THK, key_TNK, value_TNK, return_lse=True, **_describe_rows(cu_seqlens, max_len, scale, window)
+        )
+        return out_THK, softmax_HT
+
+    def backward(
+        self,
+        grad_THK: Tensor,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        cu_seqlens: Tensor,
+        max_len: int,
+        scale: float,
+        window: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `FusedKernel`."""
+        query_THK, key_TNK, value_TNK, out_THK, softmax_HT = saved
+        grads: tuple[Tensor, Tensor, Tensor] = _interface()._flash_attn_bwd(
+            query_THK,
+            key_TNK,
+            value_TNK,
+            out_THK,
+            grad_THK,
+            softmax_HT,
+            **_describe_rows(cu_seqlens, max_len, scale, window),
+        )[:3]
+        return grads
+
+
+@functools.cache
+def _why_not() -> str | None:
+    # A folder `flash_attn` may be an older release's.
+    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+        return f"flash-attn-4 is not installed: pip install flash-attn-4=={_VERSION} 'nvidia-cutlass-dsl[cu13]'"
+    version = importlib.metadata.version("flash-attn-4")
+    return None if version == _VERSION else f"flash-attn-4 is {version}, and {_VERSION} is the one that is known"
+
+
+@functools.cache
+def _interface() -> Any:
+    from flash_attn.cute import interface
+
+    return interface
+
+
+def _describe_rows(cu_seqlens: Tensor, max_len: int, scale: float, window: int) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": max_len,
+        "max_seqlen_k": max_len,
+        "softmax_scale": scale,
+        "causal": not window,
+        "window_size_left": window - 1 if window else None,
+        "window_size_right": 0 if window else None,
+    }

@@ -1,0 +1,264 @@
+"""LoRA (arXiv:2106.09685) through PEFT, injected in place: which layers, on and off, merged copies. The base never changes.
+
+Weights have two names: the module's own, and the plain one that others see: that of the model without an adapter for its weights
+(`...q_proj.weight`), and PEFT's without the name of the adapter for the adapter's (`...q_proj.lora_A.weight`).
+Dimensions: R rank of the adapter, D input and E output features.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from hybridflow.config import ConfigError, Field, settings
+from hybridflow.models.adapter_files import check_adapter, read_adapter, write_adapter, write_adapter_config
+from hybridflow.models.model import LanguageModel
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import Linear
+
+ADAPTER_NAME = "default"
+_INSTALL = "pip install 'hybridflow[lora]'"
+
+
+@settings
+class LoraSettings:
+    """Trains a low-rank adapter and leaves the model's own weights as they are, e.g. `LoraSettings(rank=16, alpha=32.0)`."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of the update of each adapted matrix."""
+    alpha: float = Field(default=32.0, gt=0.0)
+    """The update is scaled by alpha / rank."""
+    rslora: bool = False
+    """Scales by alpha / sqrt(rank) instead (rank-stabilized LoRA, arXiv:2312.03732)."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Linear layers to adapt, by the end of their names, such as [q_proj, v_proj]; `all-linear` takes all but the language-model head."""
+    dropout: float = 0.0
+    """Only 0: dropout would make log-probabilities of the update differ from those of the rollout."""
+    path: str | None = None
+    """PEFT adapter directory to go on from; rank, alpha and target_modules have to be the adapter's own. null starts a new one."""
+
+    def __post_init__(self) -> None:
+        if self.dropout:
+            raise ValueError(
+                f"dropout is {self.dropout:g}, but post-training runs without dropout; leave it out, or set it to 0"
+            )
+        if not self.target_modules:
+            raise ValueError("target_modules is empty; name layers such as q_proj, or leave it at all-linear")
+
+    @property
+    def scale(self) -> float:
+        """Factor on the product of the two low-rank matrices."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def check_lora(settings: LoraSettings) -> None:
+    """Raises ConfigError for what can be seen to be wrong without the model."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(f"train.lora is set, but PEFT is not installed; {_INSTALL}, or take train.lora out")
+    if settings.path is not None:
+        check_adapter(settings.path, rank=settings.rank, alpha=settings.alpha, rslora=settings.rslora)
+
+
+def apply_lora(model: LanguageModel, settings: LoraSettings, seed: int) -> None:
+    """Puts an adapter into the model, and lets it alone require a gradient; at first it changes no number.
+
+    Before anything else edits the model: sharding, compilation. The adapter has the dtype and device of the weights beside it. It is
+    drawn on the CPU in float32 by PEFT's own initialisation: the same seed gives the same adapter on every rank, rounded to the dtype.
+    The global random state is left as it was. Raises ConfigError for settings that do not fit this model.
+    """
+    check_lora(settings)
+    # Imported where it is needed: PEFT is an extra, and takes seconds.
+    from peft import LoraConfig, inject_adapter_in_model
+
+    if has_adapter(model):
+        raise ValueError("the model has an adapter already: apply_lora is called once")
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=int(settings.alpha) if settings.alpha.is_integer() else settings.alpha,  # type: ignore[arg-type]
+        use_rslora=settings.rslora,
+        target_modules=list(plan_targets(model.module, settings.target_modules)),
+        base_model_name_or_path=model.module.name_or_path or None,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        inject_adapter_in_model(config, model.module, adapter_name=ADAPTER_NAME)
+    for weight in adapter_weights(model).values():
+        # Some versions of PEFT keep adapters in float32, and would compute the whole branch in it.
+        weight.data = weight.data.to(model.dtype)
+    model.numerics = model.numerics  # exact mode probes the new shapes
+    if settings.path is not None:
+        load_adapter(model, settings.path)
+
+
+def plan_targets(module: nn.Module, wanted: Literal["all-linear"] | tuple[str, ...]) -> tuple[str, ...]:
+    """The ends of the names of the layers to adapt, each of which names a linear layer below the head; ConfigError tells which there are.
+
+    The head is none of them: its logits are computed by us from its weight (shared with the embedding where the two are tied), which
+    would leave an adapter out without a word.
+    """
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
+    there = tuple(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+    if wanted == "all-linear":
+        return there
+    for target in wanted:
+        if not any(name == target or name.endswith(f".{target}") for name in linear):
+            raise ConfigError(
+                f"train.lora.target_modules: '{target}' is no linear layer below the head; there are {', '.join(there)}"
+            )
+    return tuple(wanted)
+
+
+def has_adapter(model: LanguageModel) -> bool:
+    """Whether `apply_lora` has been here."""
+    return any(_is_adapter(name) for name, _ in model.module.named_parameters())
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name as others see it; the same name in a model without an adapter.
+
+    `...q_proj.base_layer.weight` is `...q_proj.weight`, `...q_proj.lora_A.default.weight` is `...q_proj.lora_A.weight`.
+    """
+    return name.replace(f".{ADAPTER_NAME}.", ".") if _is_adapter(name) else name.replace(".base_layer.", ".")
+
+
+def adapter_weights(model: LanguageModel) -> dict[str, Parameter]:
+    """The adapter's live parameters by their plain names; empty without an adapter."""
+    return {plain_name(name): weight for name, weight in model.module.named_parameters() if _is_adapter(name)}
+
+
+@contextmanager
+def adapter_disabled(model: LanguageModel) -> Iterator[None]:
+    """Inside, the model is its base, bit for bit; afterwards, and after an error, it is what it was.
+
+    For passes without a backward: layers that are computed again after the context would have the adapter on.
+    """
+    layers = list(_adapted_layers(model).values())
+    if not layers:
+        raise ValueError("the model has no adapter that could be switched off: call apply_lora first")
+    was_off = layers[0].disable_adapters
+    try:
+        _switch_off(layers, True)
+        yield
+    finally:
+        _switch_off(layers, was_off)
+
+
+def compute_merged(
+    base: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, *, fan_in_fan_out: bool = False
+) -> Tensor:
+    """base + scale * (lora_B @ lora_A), as a new tensor in the dtype of the base.
+
+    base: [E, D], or [D, E] where `fan_in_fan_out`; lora_A: [R, D]; lora_B: [E, R]. Whole tensors, on one device.
+    In float32 (float64 for a float64 base) and rounded once: an update that is small beside the base is not rounded away first.
+    """
+    with torch.no_grad():
+        wide = torch.promote_types(base.dtype, torch.float32)
+        merged = base.to(wide, copy=True)
+        matrix = merged.t() if fan_in_fan_out else merged
+        matrix.addmm_(lora_B.to(wide), lora_A.to(wide), alpha=scale)
+        return merged.to(base.dtype)
+
+
+def merged_weights(
+    model: LanguageModel, read: Callable[[Parameter], Tensor] = Parameter.detach
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of the plain model by its plain name, in its order, the adapter merged in; a tied weight once.
+
+    read: gives the whole tensor that stands for a parameter: gathered where it is a shard (then all ranks have to iterate, to the end),
+          or its master. It is called in the same order everywhere.
+
+    One weight at a time: nothing is kept. A merged weight is a new tensor; any other is what `read` gives, so it may be the live one.
+    Without an adapter these are the model's own weights.
+    """
+    parameters = dict(model.module.named_parameters())
+    layers = {f"{name}.base_layer.weight": (name, layer) for name, layer in _adapted_layers(model).items()}
+    for name, parameter in parameters.items():
+        if _is_adapter(name):
+            continue
+        weight = read(parameter).detach()
+        if name in layers:
+            prefix, layer = layers[name]
+            lora_A, lora_B = (
+                read(parameters[f"{prefix}.{side}.{ADAPTER_NAME}.weight"]) for side in ("lora_A", "lora_B")
+            )
+            scale = layer.scaling[ADAPTER_NAME]
+            weight = compute_merged(weight, lora_A, lora_B, scale, fan_in_fan_out=layer.fan_in_fan_out)
+        yield plain_name(name), weight
+
+
+def save_adapter(
+    model: LanguageModel, directory: str | os.PathLike[str], weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """Writes the adapter alone, as a directory that `peft.PeftModel.from_pretrained` and `load_adapter` read.
+
+    weights: whole tensors by plain name, where the live parameters are shards or others stand for them; None takes the live ones.
+    """
+    ours = adapter_weights(model)
+    if not ours:
+        raise ValueError("the model has no adapter to save: call apply_lora first, or save the model")
+    chosen = ours if weights is None else weights
+    if set(chosen) != set(ours):
+        odd = min(set(chosen) ^ set(ours))
+        raise ValueError(f"weight '{odd}' is not on both sides: give all weights of the adapter, and no others")
+    write_adapter(directory, _adapter_config(model), chosen)
+
+
+def save_adapter_config(model: LanguageModel, directory: str | os.PathLike[str]) -> None:
+    """Writes what an adapter directory needs beside the weights: a checkpoint has these in its shards."""
+    write_adapter_config(directory, _adapter_config(model))
+
+
+def _adapter_config(model: LanguageModel) -> dict[str, Any]:
+    config: dict[str, Any] = model.module.peft_config[ADAPTER_NAME].to_dict()
+    return config | {"inference_mode": True}
+
+
+@torch.no_grad()
+def load_adapter(model: LanguageModel, directory: str | os.PathLike[str]) -> None:
+    """Takes up the weights of a PEFT adapter directory; ConfigError unless it adapts the same layers by the same rank."""
+    ours, theirs = adapter_weights(model), read_adapter(directory)
+    for name in sorted(set(ours) ^ set(theirs)):
+        where = "in the adapter alone" if name in theirs else "not in it"
+        raise ConfigError(
+            f"the adapter in '{directory}' does not fit train.lora.target_modules: weight '{name}' is {where}; "
+            "name the layers that the adapter was made for, on the model that it was made for"
+        )
+    for name, weight in ours.items():
+        if weight.shape != theirs[name].shape:
+            shapes = f"{list(theirs[name].shape)}, not {list(weight.shape)}"
+            raise ConfigError(
+                f"the adapter in '{directory}' was made for another model or rank: weight '{name}' is {shapes}"
+            )
+        weight.copy_(theirs[name])
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_" in name
+
+
+def _adapted_layers(model: LanguageModel) -> dict[str, Linear]:
+    """The injected layers by the names that they have in the plain model."""
+    if not has_adapter(model):
+        return {}
+    from peft.tuners.lora import Linear
+
+    return {name: layer for name, layer in model.module.named_modules() if isinstance(layer, Linear)}
+
+
+def _switch_off(layers: list[Linear], off: bool) -> None:
+    for layer in layers:
+        # Not by enable_adapters, which also turns requires_grad: under FSDP of whichever of the shard and the gathered weight is in place.
+        layer._disable_adapters = off
+    if layers[0].disable_adapters is not off:
+        raise RuntimeError("this version of PEFT switches adapters in another way: install one that hybridflow allows")

@@ -1,0 +1,276 @@
+"""What this machine can train with, and why not where it cannot; precisions that would not be what was asked for; Liger's kernels."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from hybridflow.config import ConfigError
+from hybridflow.models import LanguageModel
+
+_AMPERE = (8, 0)
+_PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "flash-attn", "flash-attn-4", "peft", "ray")
+_LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Whether something is there, and the reason in a few words; true where it is: `if get_available_backends()["liger"]`."""
+
+    available: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.available
+
+
+def get_available_backends() -> dict[str, Backend]:
+    """What training can use on this machine, by name: fsdp2, ddp, tensor_parallel, compile, flash_attn, cudnn_attention, liger, lora, ray.
+
+    Nothing is started and no GPU memory is taken but that of torch's context.
+    """
+    return {
+        "fsdp2": _find_collectives("fully_shard of torch"),
+        "ddp": _find_collectives("replicas, gradients summed in buckets"),
+        "tensor_parallel": _find_collectives("DTensor of torch"),
+        "compile": _find_compiler(),
+        "flash_attn": _find_flash(),
+        "cudnn_attention": _find_cudnn(),
+        "liger": _find_liger(),
+        "lora": _find_package("peft", "peft"),
+        "ray": _find_package("ray", "ray"),
+    }
+
+
+def describe_devices() -> list[str]:
+    """One line a device: `cuda:0: NVIDIA H200, 139.8 GiB, compute capability 9.0`, or the CPU where there is no GPU."""
+    if not torch.cuda.is_available():
+        return [f"cpu: {os.cpu_count()} cores, {platform.machine()}; torch sees no GPU ({_why_no_gpu()})"]
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [
+        f"cuda:{index}: {device.name}, {device.total_memory / 2**30:.1f} GiB, compute capability {device.major}.{device.minor}"
+        for index, device in enumerate(devices)
+    ]
+
+
+def find_versions() -> dict[str, str]:
+    """Versions of what training stands on, by package; only what is installed."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        version = _find_version(package)
+        if version is not None:
+            found[package] = version
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _find_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _find_package(package: str, module: str) -> Backend:
+    version = _find_version(package)
+    if version is None or importlib.util.find_spec(module) is None:
+        return Backend(False, f"{package} is not installed: pip install {package}")
+    return Backend(True, f"{package} {version}")
+
+
+def _why_no_gpu() -> str:
+    return "this torch is built without CUDA" if torch.version.cuda is None else "no device or no driver"
+
+
+def _find_collectives(what: str) -> Backend:
+    if not dist.is_available():
+        return Backend(False, "this torch is built without torch.distributed")
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        return Backend(True, f"{what}, over nccl")
+    if dist.is_gloo_available():
+        return Backend(True, f"{what}, over gloo on the CPU")
+    return Backend(False, "torch has neither nccl nor gloo")
+
+
+def _find_compiler() -> Backend:
+    if sys.version_info >= (3, 15):
+        return Backend(False, f"torch.compile does not know Python {platform.python_version()}")
+    if not torch.cuda.is_available():
+        return Backend(True, "on the CPU, where `auto` leaves it off: it takes longer to compile than it gains")
+    if importlib.util.find_spec("triton") is None:
+        return Backend(False, "triton is not installed, which generates the kernels")
+    return Backend(True, f"triton {_find_version('triton')}")
+
+
+def _find_flash() -> Backend:
+    packages = [f"{name} {version}" for name in ("flash-attn", "flash-attn-4") if (version := _find_version(name))]
+    installed = ", ".join(packages) or "the flash-attn package is not installed and not needed"
+    if not torch.cuda.is_available():
+        return Backend(False, f"needs a GPU; {_why_no_gpu()}")
+    if torch.cuda.get_device_capability() < _AMPERE:
+        return Backend(False, f"needs compute capability 8.0, and {torch.cuda.get_device_name()} has less")
+    return Backend(True, f"torch's own kernels for packed rows, bfloat16 and float16 ({installed})")
+
+
+def _find_cudnn() -> Backend:
+    if not torch.cuda.is_available():
+        return Backend(False, f"needs a GPU; {_why_no_gpu()}")
+    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    if version is None:
+        return Backend(False, "torch finds no cuDNN")
+    if not torch.backends.cuda.cudnn_sdp_enabled():
+        return Backend(False, "switched off (torch.backends.cuda.enable_cudnn_sdp)")
+    if torch.cuda.get_device_capability() < _AMPERE:
+        return Backend(False, f"needs compute capability 8.0, and {torch.cuda.get_device_name()} has less")
+    return Backend(True, f"cuDNN {version}, bfloat16 and float16")
+
+
+def _find_liger() -> Backend:
+    package = _find_package("liger-kernel", "liger_kernel")
+    if not package:
+        return package
+    if not torch.cuda.is_available():
+        return Backend(False, f"{package.reason} is installed, but its kernels need a GPU; {_why_no_gpu()}")
+    return package
+
+
+def check_precision(dtype: torch.dtype, device: torch.device, *, liger: bool = False) -> None:
+    """Raises ConfigError where the numbers of a training pass would not be of the precision that was asked for."""
+    if dtype == torch.float16:
+        raise ConfigError(
+            "model.dtype is float16, whose gradients overflow without a loss scaler, and there is none here; write bfloat16"
+        )
+    if torch.is_autocast_enabled(device.type):
+        raise ConfigError(
+            f"torch.autocast is on, and would run {_name(dtype)} passes in {_name(torch.get_autocast_dtype(device.type))}; "
+            "leave it, and write model.dtype instead"
+        )
+    if device.type == "cuda":
+        _check_gpu_precision(dtype, device)
+    if liger and dtype not in (torch.bfloat16, torch.float32):
+        raise ConfigError(
+            f"train.liger is true, but its kernels compute in float32 and model.dtype is {_name(dtype)}; write liger: false"
+        )
+
+
+def check_attention_precision(kernel: str, dtype: torch.dtype) -> None:
+    """Raises ConfigError where a kernel of attention that was asked for ("flash", "cudnn") does not compute in this type."""
+    if kernel in ("flash", "cudnn") and dtype not in (torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"attention by {kernel} computes in bfloat16, but model.dtype is {_name(dtype)}; write model.dtype=bfloat16, or "
+            "leave the choice of attention to hybridflow"
+        )
+
+
+def _check_gpu_precision(dtype: torch.dtype, device: torch.device) -> None:
+    if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        raise ConfigError(
+            "model.dtype is float32, but TF32 is on, which multiplies with 10 bits; call "
+            "torch.set_float32_matmul_precision('highest') (and unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), or write "
+            "model.dtype=bfloat16"
+        )
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < _AMPERE:
+        raise ConfigError(
+            f"model.dtype is bfloat16, which {torch.cuda.get_device_name(device)} only emulates; write float32, or take a GPU of "
+            "compute capability 8.0 or more"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class FusedKernels:
+    """The two functions that replace a model's own, each with gradient.
+
+    rms_norm: (x, weight, eps) -> the norm over the last dimension, times the weight.
+    silu_mul: (gate, up) -> silu(gate) * up.
+    """
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    silu_mul: Callable[[Tensor, Tensor], Tensor]
+
+
+def apply_liger(model: LanguageModel) -> None:
+    """Lets this model's norms and MLPs run Liger's kernels; ConfigError where they are not there or do not know the model."""
+    family = model.config.model_type
+    if family not in _LIGER_FAMILIES:
+        raise ConfigError(
+            f"train.liger is true, but of family '{family}' its kernels are not known to compute the same; write false "
+            f"(known: {', '.join(_LIGER_FAMILIES)})"
+        )
+    backend = _find_liger()
+    if not backend:
+        raise ConfigError(f"train.liger is true, but cannot be had: {backend.reason}; write false")
+    if model.device.type != "cuda":
+        raise ConfigError("train.liger is true, but its kernels need a GPU and the model is on the CPU; write false")
+    apply_kernels(model.module, load_liger())
+
+
+def load_liger() -> FusedKernels:
+    """Liger's functions. Imported when asked for: it brings triton."""
+    rms_norm = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
+    silu_mul = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
+
+    def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        # Not in place: under checkpointing the gradient that comes in is read elsewhere too.
+        return rms_norm.apply(x, weight, eps, 0.0, "llama", False)
+
+    return FusedKernels(norm, silu_mul.apply)
+
+
+def apply_kernels(module: PreTrainedModel, kernels: FusedKernels) -> None:
+    """Gives this module's norms and gated MLPs the kernels, in place; other models of the same family are as they were.
+
+    By the class of each instance, as FSDP2 does it: names, weights and `isinstance` stay, and layers stay alike for the compiler.
+    """
+    norms: dict[type, type] = {}
+    mlps: dict[type, type] = {}
+    for part in module.modules():
+        kind = type(part)
+        if kind.__name__.endswith("RMSNorm"):
+            part.__class__ = norms.setdefault(kind, _fuse_norm(kind, kernels))
+        elif kind.__name__.endswith("MLP"):
+            _check_mlp(part)
+            part.__class__ = mlps.setdefault(kind, _fuse_mlp(kind, kernels))
+    if not norms or not mlps:
+        raise ConfigError(
+            f"{type(module).__name__} has no norm or no MLP that Liger's kernels know; write liger: false"
+        )
+
+
+def _check_mlp(part: nn.Module) -> None:
+    activation = type(part.act_fn)
+    if activation is not type(ACT2FN["silu"]):
+        raise ConfigError(
+            f"Liger's kernel is for silu, and this model's MLP has {activation.__name__}; write liger: false"
+        )
+
+
+def _fuse_norm(kind: type, kernels: FusedKernels) -> type:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return kernels.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+    return type(f"Fused{kind.__name__}", (kind,), {"forward": forward})
+
+
+def _fuse_mlp(kind: type, kernels: FusedKernels) -> type:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.down_proj(kernels.silu_mul(self.gate_proj(x), self.up_proj(x)))
+
+    return type(f"Fused{kind.__name__}", (kind,), {"forward": forward})

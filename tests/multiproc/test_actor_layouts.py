@@ -1,0 +1,184 @@
+"""Trainers of one layout take up what those of another left: checkpoints, snapshots and weights, in whole and in parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from processes import Place, run_ranks
+from torch import Tensor
+
+from hybridflow.algorithms import SFTLoss, keep_all
+from hybridflow.batch import Batch
+from hybridflow.checkpoint import CheckpointWriter, ShardEntry, open_checkpoint
+from hybridflow.flow.quickstart import write_sums
+from hybridflow.models import LoraSettings
+from hybridflow.roles.actor import ActorSpec, ActorWorker
+from hybridflow.roles.carried import Snapshot, Weights, read_parts, write_snapshot
+from hybridflow.roles.generator import RolloutSettings
+from hybridflow.roles.policy import ModelSettings, ModelSpec
+from hybridflow.roles.shares import split_rows
+from hybridflow.runtime.api import Seat
+from hybridflow.train_engine import OptimizerSettings, ParallelConfig, TrainSettings, compute_model_work
+from hybridflow.types import RowState
+
+MODEL = {
+    "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+LENGTHS = (9, 17, 4, 22, 6)
+
+
+def spec_of(tokenizer: str, parallel: ParallelConfig, lora: LoraSettings | None = None) -> ActorSpec:
+    model = ModelSettings(config=MODEL, tokenizer=tokenizer, device="cpu", dtype="float64")
+    train = TrainSettings(
+        parallel_config=parallel, lora=lora, micro_batch_tokens=30, optimizer=OptimizerSettings(lr=1e-3)
+    )
+    return ActorSpec(ModelSpec(model, "fast", seed=3, threads=1), train, RolloutSettings())
+
+
+def build_worker(place: Place, spec: ActorSpec) -> ActorWorker:
+    return ActorWorker(Seat("actor", place.rank, place.size, rendezvous=place.rendezvous, timeout_s=30.0), spec)
+
+
+def train(worker: ActorWorker, steps: int) -> None:
+    """Steps on the same rows, split as the facade does."""
+    draws = np.random.default_rng(7)
+    tokens = [draws.integers(3, 12, length).astype(np.int32) for length in LENGTHS]
+    rows = Batch.from_columns(
+        tokens=tokens,
+        loss_mask=[(np.arange(length) >= 2).astype(np.uint8) for length in LENGTHS],
+        state=np.full(len(LENGTHS), RowState.OK, np.int8),
+    )
+    layout = worker.train_engine.mesh.layout
+    work = compute_model_work(worker.policy.model.config)
+    shares = split_rows(rows, size=layout.data, updates=1, work=work)
+    own, update_rows = shares[layout.coordinates(worker.ranks.rank).data]
+    for _ in range(steps):
+        worker.update(own if own.num_rows else None, update_rows, keep_all, SFTLoss())
+
+
+def run_part(
+    place: Place, spec: ActorSpec, load: Path | None, steps: int, paths: tuple[Path, ...]
+) -> tuple[ShardEntry, Snapshot, Weights]:
+    """A checkpoint in, some steps, a checkpoint out; what this rank's snapshot holds, and the weights that a rollout would get."""
+    worker = build_worker(place, spec)
+    if load is not None:
+        worker.load(load)
+    train(worker, steps)
+    entry = worker.save(paths[place.rank])
+    taken = worker.snapshot()
+    weights = worker.weights(place.rank == 0)
+    tensors = tensors_in(weights)
+    worker.refresh()
+    copied = dict(worker.rollout_engine.model.module.named_parameters())
+    if tensors and worker.train_engine.settings.lora is None:
+        assert copied.keys() == tensors.keys()
+        assert all(torch.equal(copied[name].detach(), tensors[name]) for name in tensors)
+    worker.close()
+    return entry, taken, weights
+
+
+def run(
+    root: Path, size: int, spec: ActorSpec, load: Path | None = None, steps: int = 0
+) -> tuple[Path, list[Snapshot], dict[str, Tensor]]:
+    root.mkdir()
+    with CheckpointWriter(root, 1) as writer:
+        paths = tuple(writer.shard_path("actor", rank) for rank in range(size))
+        results = run_ranks(size, run_part, spec, load, steps, paths, directory=root, timeout_s=60.0)
+        return (
+            writer.commit([entry for entry, _, _ in results], {}),
+            [part for _, part, _ in results],
+            tensors_in(results[0][2]),
+        )
+
+
+def tensors_in(weights: Weights) -> dict[str, Tensor]:
+    return {name: carried.tensor() for name, carried in weights.tensors.items()}
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    return open_checkpoint(path).load_tensors("actor")
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 0.0) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(theirs[name], tensor, rtol=tolerance, atol=tolerance, msg=name)
+        elif tolerance == 0.0:
+            assert torch.equal(theirs[name], tensor), name
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("sums")
+    write_sums(directory, seed=0)
+    return str(directory / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def four(tokenizer: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Snapshot], dict[str, Tensor]]:
+    """What four ranks left after two steps, each with half of the storage of half of the matrices."""
+    root = tmp_path_factory.mktemp("four") / "run"
+    return run(root, 4, spec_of(tokenizer, ParallelConfig(tp=2, shard=2)), steps=2)
+
+
+def test_a_checkpoint_of_four_ranks_is_read_by_one_by_two_and_back(
+    four: tuple[Path, list[Snapshot], dict[str, Tensor]], tokenizer: str, tmp_path: Path
+) -> None:
+    path, _, _ = four
+    files = open_checkpoint(path).manifest.files
+    assert sum(name.endswith(".safetensors") for name in files) == 4
+    saved = tensors_of(path)
+    assert saved["model/model.embed_tokens.weight"].dtype == torch.float64
+    one, _, _ = run(tmp_path / "one", 1, spec_of(tokenizer, ParallelConfig()), load=path)
+    assert_equal(saved, tensors_of(one))
+    two, _, _ = run(tmp_path / "two", 2, spec_of(tokenizer, ParallelConfig(shard=2)), load=one)
+    assert_equal(saved, tensors_of(two))
+    back, _, _ = run(tmp_path / "back", 4, spec_of(tokenizer, ParallelConfig(shard=0)), load=two)
+    assert_equal(saved, tensors_of(back))
+
+
+def test_every_layout_goes_on_as_one_process_does(
+    four: tuple[Path, list[Snapshot], dict[str, Tensor]], tokenizer: str, tmp_path: Path
+) -> None:
+    alone, _, _ = run(tmp_path / "alone", 1, spec_of(tokenizer, ParallelConfig()), steps=3)
+    path, _, gathered = four
+    assert set(gathered) == {name.removeprefix("model/") for name in tensors_of(path) if name.startswith("model/")}
+    for name, weight in gathered.items():
+        assert torch.equal(weight, tensors_of(path)[f"model/{name}"]), name
+    for size, parallel in ((2, ParallelConfig(tp=2)), (2, ParallelConfig(sp=2, shard=2))):
+        root = tmp_path / f"tp{parallel.tp}"
+        resumed, _, _ = run(root, size, spec_of(tokenizer, parallel), load=path, steps=1)
+        assert_equal(tensors_of(alone), tensors_of(resumed), tolerance=1e-10)
+
+
+def test_the_parts_of_a_snapshot_are_the_checkpoint(
+    four: tuple[Path, list[Snapshot], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    path, parts, _ = four
+    with CheckpointWriter(tmp_path / "rescued", 1) as writer:
+        entries = [write_snapshot(part, writer.shard_path("actor", part.rank)) for part in parts]
+        rescued = writer.commit(entries, {})
+    assert_equal(tensors_of(path), tensors_of(rescued))
+    assert (rescued / "actor" / "huggingface" / "config.json").is_file()
+    boxes = parts[3].boxes
+    ours = read_parts(parts[::-1], boxes)
+    assert all(torch.equal(ours[name], carried.tensor()) for name, carried in parts[3].tensors.items())
+
+
+def test_an_adapter_is_saved_alone_and_merged_for_others(tokenizer: str, tmp_path: Path) -> None:
+    lora = LoraSettings(rank=2)
+    path, _, merged = run(tmp_path / "lora", 2, spec_of(tokenizer, ParallelConfig(shard=2), lora), steps=2)
+    names = [name for name in tensors_of(path) if name.startswith("model/")]
+    assert names and all(".lora_A." in name or ".lora_B." in name for name in names)
+    assert "actor/huggingface/adapter_config.json" in open_checkpoint(path).manifest.files
+    again, _, alone = run(tmp_path / "alone", 1, spec_of(tokenizer, ParallelConfig(), lora), load=path)
+    assert_equal(tensors_of(path), tensors_of(again))
+    assert_equal(merged, alone, tolerance=1e-12)
+    _, _, plain = run(tmp_path / "base", 1, spec_of(tokenizer, ParallelConfig()))
+    moved = [name for name in plain if not torch.equal(plain[name], merged[name])]
+    assert moved and all("_proj" in name for name in moved)

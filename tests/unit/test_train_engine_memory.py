@@ -1,0 +1,204 @@
+"""The memory estimate against what autograd really saves, the plan by it, and the sentence when memory does not suffice."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from hybridflow.models import LanguageModel, Packed, fresh_model
+from hybridflow.train_engine import memory
+from hybridflow.train_engine.layers import LayerMode, TrainLayers
+from hybridflow.train_engine.memory import (
+    MODES,
+    Checkpointing,
+    ModelShape,
+    OutOfMemoryError,
+    Workload,
+    compute_layer_bytes,
+    compute_memory,
+    naming_out_of_memory,
+    plan_checkpointing,
+    plan_remedies,
+    read_budget,
+    read_shape,
+    read_usage,
+)
+
+GIB = 2**30
+QWEN3 = ModelShape(28, 1024, 3072, 16, 8, 128, 151936, qk_norm=True)
+LOAD = Workload(QWEN3, torch.bfloat16, 32768)
+NUM_WEIGHTS = 28 * (1024 * 128 * 2 * (16 + 8) + 3 * 1024 * 3072) + 151936 * 1024
+ROWS, LENGTH = 3, 40
+
+
+def build_model(family: str, dtype: torch.dtype, num_layers: int) -> LanguageModel:
+    config: dict[str, Any] = dict(
+        model_type=family, vocab_size=40, hidden_size=48, intermediate_size=160, num_hidden_layers=num_layers,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, max_position_embeddings=128,
+    )  # fmt: skip
+    if family != "qwen3":
+        config["hidden_size"] = config["num_attention_heads"] * config["head_dim"]
+    return fresh_model(config, seed=0, dtype=dtype)
+
+
+def measure_kept(model: LanguageModel, mode: Checkpointing) -> int:
+    """Bytes that stay from a forward pass: what autograd saves, and what selective checkpointing holds by itself."""
+    weights = {weight.untyped_storage().data_ptr() for weight in model.module.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    layers = TrainLayers(model, Workload(read_shape(model.config), model.dtype, 1), LayerMode(mode))
+    tokens, positions = torch.arange(ROWS * LENGTH) % 40, torch.arange(ROWS * LENGTH) % LENGTH
+    rows = Packed(torch.arange(ROWS + 1, dtype=torch.int32) * LENGTH, LENGTH)
+    gc.collect()
+    before = {other.untyped_storage().data_ptr() for other in gc.get_objects() if type(other) is Tensor}
+    with layers, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model.hidden_states(tokens, positions, rows)
+        for other in gc.get_objects():
+            if type(other) is Tensor and other.untyped_storage().data_ptr() not in before:
+                keep(other)
+    del hidden
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in weights)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_the_estimate_of_a_layer_is_within_a_fiftieth_of_what_autograd_keeps(
+    family: str, dtype: torch.dtype, mode: Checkpointing
+) -> None:
+    few, many = (measure_kept(build_model(family, dtype, num_layers), mode) for num_layers in (2, 6))
+    measured = (many - few) / 4 / (ROWS * LENGTH)
+    workload = Workload(read_shape(build_model(family, dtype, 2).config), dtype, 1)
+    estimated = compute_layer_bytes(workload, checkpointing=mode, compiled=False)
+    assert measured / 1.02 < estimated < measured * 1.02
+
+
+def test_a_shape_is_read_from_the_config_alone_and_counts_the_weights() -> None:
+    model = build_model("qwen3", torch.float32, 3)
+    shape = read_shape(model.config)
+    matrices = sum(weight.numel() for weight in model.module.parameters() if weight.dim() == 2)
+    assert (shape.num_weights, shape.qk_norm, shape.tied) == (matrices, True, model.config.tie_word_embeddings)
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    assert read_shape(config) == QWEN3
+    assert read_shape(AutoConfig.for_model("gemma2")).num_norms == 4
+
+
+def test_fixed_memory_is_eighteen_bytes_a_weight_and_divides_over_shards_and_tensor_ranks() -> None:
+    assert QWEN3.num_weights == NUM_WEIGHTS
+    whole = compute_memory(LOAD, checkpointing="none", compiled=True)
+    assert (whole.weights, whole.gradients, whole.optimizer) == (6 * NUM_WEIGHTS, 4 * NUM_WEIGHTS, 8 * NUM_WEIGHTS)
+    assert whole.total == 18 * NUM_WEIGHTS + whole.activations + whole.logits
+    single = compute_memory(replace(LOAD, dtype=torch.float32), checkpointing="none", compiled=True)
+    assert single.fixed == 16 * NUM_WEIGHTS
+    halves = compute_memory(replace(LOAD, tensor=2), checkpointing="none", compiled=True)
+    assert halves.fixed == 9 * NUM_WEIGHTS
+    gathered = 2 * (2 * QWEN3.layer_weights + 151936 * 1024)
+    shards = compute_memory(replace(LOAD, shard=8), checkpointing="none", compiled=True)
+    assert shards.fixed == NUM_WEIGHTS * 16 // 8 + gathered
+    adapter = compute_memory(replace(LOAD, trained_weights=1000), checkpointing="none", compiled=True)
+    assert adapter.fixed == 2 * NUM_WEIGHTS + 16 * 1000
+    on_host = compute_memory(replace(LOAD, on_host="optimizer"), checkpointing="none", compiled=True)
+    assert on_host.fixed == 6 * NUM_WEIGHTS
+
+
+def test_activations_follow_tokens_layers_and_degrees() -> None:
+    def activations(workload: Workload = LOAD, mode: Checkpointing = "none", **more: Any) -> int:
+        return compute_memory(workload, checkpointing=mode, compiled=True, **more).activations
+
+    assert activations(replace(LOAD, micro_batch_tokens=16384)) == activations() // 2
+    assert activations(replace(LOAD, sequence=2)) == activations() // 2
+    deep = replace(LOAD, shape=replace(QWEN3, num_layers=56))
+    a_layer = 32768 * 2 * (4 * 1024 + 3 * 2048 + 3 * 1024 + 3 * 3072) + 32768 * 4 * 16
+    assert activations(deep) - activations() == 28 * a_layer
+    assert activations(deep, "full") - activations(LOAD, "full") == 28 * 32768 * 2 * 1024
+    assert activations(deep, "full", offload=True) == activations(LOAD, "full", offload=True)
+    by_mode = [activations(LOAD, mode) for mode in MODES]
+    assert by_mode == sorted(by_mode, reverse=True)
+    assert activations(replace(LOAD, tensor=2)) < activations()
+
+
+def test_the_plan_takes_the_fastest_mode_within_the_budget() -> None:
+    totals = {mode: compute_memory(LOAD, checkpointing=mode, compiled=True).total for mode in MODES}
+    for mode, num_bytes in totals.items():
+        assert plan_checkpointing(LOAD, num_bytes, compiled=True) == mode
+    assert plan_checkpointing(LOAD, totals["none"] - 1, compiled=True) == "selective"
+    assert plan_checkpointing(LOAD, totals["selective"] - 1, compiled=True) == "full"
+    assert plan_checkpointing(LOAD, 0, compiled=True) == "full"
+
+
+def test_remedies_are_those_that_change_something_the_most_first() -> None:
+    names = [name.split("=")[0] for name, _ in plan_remedies(LOAD, checkpointing="none", compiled=True)]
+    assert names[0] == "train.gradient_checkpointing" and len(names) == 4
+    saved = dict(plan_remedies(LOAD, checkpointing="none", compiled=True))
+    none, full = (compute_memory(LOAD, checkpointing=mode, compiled=True).total for mode in ("none", "full"))
+    assert saved["train.gradient_checkpointing=full"] == none - full
+    last = dict(plan_remedies(LOAD, checkpointing="full", compiled=True))
+    assert not any(name.startswith("train.gradient_checkpointing") for name in last)
+    small = replace(LOAD, micro_batch_tokens=128)
+    gang = dict(plan_remedies(replace(small, replicas=4), checkpointing="full", compiled=True))
+    assert gang["train.parallel_config.shard=0"] > 0
+    assert "train.parallel_config.shard=0" not in dict(plan_remedies(small, checkpointing="full", compiled=True))
+    adapter = replace(small, trained_weights=1000, on_host="optimizer")
+    assert (
+        not {"train.lora", "train.offload=optimizer"}
+        & dict(plan_remedies(adapter, checkpointing="full", compiled=True)).keys()
+    )
+
+
+def test_running_out_is_told_with_phase_tokens_numbers_and_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "read_usage", lambda device: (int(78.94 * GIB), int(79.25 * GIB)))
+    device = torch.device("cuda", 0)
+    with (
+        pytest.raises(OutOfMemoryError) as caught,
+        naming_out_of_memory("backward", 32768, device, LOAD, checkpointing="none", compiled=True),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...\nmore")
+    text = str(caught.value)
+    assert text.startswith(
+        "out of memory in backward of a micro-batch of 32768 tokens: 78.9 of 79.2 GiB of cuda:0 are in use; what would help: "
+    )
+    for mode in ("selective", "full"):
+        saved = compute_memory(LOAD, checkpointing="none", compiled=True).total
+        saved -= compute_memory(LOAD, checkpointing=mode, compiled=True).total
+        assert f"train.gradient_checkpointing={mode} (about {saved / GIB:.1f} GiB less)" in text
+    assert "train.micro_batch_tokens=16384, if no row is longer (about " in text
+    assert "Tried to allocate 2.50 GiB" in text and "\n" not in text
+    with (
+        pytest.raises(OutOfMemoryError, match=r"out of memory in the optimizer step: "),
+        naming_out_of_memory("optimizer", None, device, LOAD, checkpointing="none", compiled=True),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_other_errors_pass_unchanged() -> None:
+    with (
+        pytest.raises(RuntimeError, match="^boom$") as caught,
+        naming_out_of_memory("forward", 8, torch.device("cpu"), LOAD, checkpointing="none", compiled=False),
+    ):
+        raise RuntimeError("boom")
+    assert type(caught.value) is RuntimeError
+
+
+def test_the_cpu_s_memory_is_that_of_the_host_or_its_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    used, there = read_usage(torch.device("cpu"))
+    assert 2**20 < used < there
+    assert read_budget(torch.device("cpu")) == there // 2
+    limit = tmp_path / "memory.max"
+    limit.write_text("1073741824\n")
+    monkeypatch.setattr(memory, "_CONTAINER_LIMIT", limit)
+    assert read_usage(torch.device("cpu"))[1] == 2**30
+    limit.write_text("max\n")
+    assert read_usage(torch.device("cpu"))[1] >= there
