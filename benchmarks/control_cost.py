@@ -95,7 +95,7 @@ class StubHosts:
         RewardWorker.score = stub_score  # type: ignore[method-assign, assignment]
         ActorWorker.update = stub_update  # type: ignore[method-assign, assignment]
         ActorWorker.weights = lambda self: Weights(0, {})  # type: ignore[method-assign]
-        ActorWorker.snapshot = lambda self: Snapshot({}, {}, {})  # type: ignore[method-assign]
+        ActorWorker.snapshot = lambda self: Snapshot(0, {}, {}, {}, {})  # type: ignore[method-assign]
         self._hosts: dict[int, Host] = {}
 
     def answer(self, number: int, order: bytes, *values: Any) -> Any:
@@ -237,7 +237,7 @@ def place(role: str, count: int) -> RolePlacement:
 def build_roles(runtime: Scheduler, tokens: int, *, separate: bool) -> tuple[Actor, RewardModel, GRPO]:
     """The real facades."""
     directory = Path(tempfile.mkdtemp())
-    (directory / "config.json").write_text(json.dumps({"hidden_size": 1024}))
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 1024}))
     model = ModelSpec(ModelSettings(path=str(directory)), "fast", 0, 0)
     sampling = SamplingParams(samples_per_prompt=SAMPLES, max_new_tokens=tokens)
     spec = ActorSpec(model, TrainSettings(), RolloutSettings())

@@ -1,0 +1,82 @@
+"""Real model shapes with random weights, and the arithmetic of a training step over them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybridflow.models import LanguageModel
+from hybridflow.models.attention import ATTENTION_NAME
+
+_QWEN = {"vocab_size": 151936, "rms_norm_eps": 1e-6, "max_position_embeddings": 131072}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        **_QWEN, "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+    },
+    "qwen2.5-1.5b": {
+        **_QWEN, "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": {
+        **_QWEN, "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+PEAK_FLOPS = 989e12
+"""Dense bf16 of an H100 or H200, by the maker's data sheet."""
+
+
+def build_module(shape: str, attention: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """A Transformers module with random weights, made where and in the type that it will have."""
+    values = copy.deepcopy(SHAPES[shape])
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+
+
+def build_model(shape: str, device: torch.device, dtype: torch.dtype) -> LanguageModel:
+    """The same, driven by hybridflow."""
+    return LanguageModel(build_module(shape, ATTENTION_NAME, device, dtype))
+
+
+def plan_lengths(rows: str, total_tokens: int, seed: int) -> list[int]:
+    """Row lengths with this many tokens in all: `8192` for equal rows, `200-2000` for documents uniform in between."""
+    least, _, most = rows.partition("-")
+    if not most:
+        return [int(least)] * (total_tokens // int(least))
+    rng, lengths = np.random.default_rng(seed), list[int]()
+    while (room := total_tokens - sum(lengths)) > 0:
+        lengths.append(min(int(rng.integers(int(least), int(most) + 1)), room))
+    return lengths
+
+
+def compute_step_flops(shape: str, lengths: Sequence[int], *, lora_rank: int = 0) -> float:
+    """Arithmetic of forward and backward, recomputation not counted.
+
+    6 operations a token for each weight of a matrix, the head's among them and the embedding's not; 4 where a weight is frozen (LoRA), 6
+    for the adapter's; causal attention counted over each row by itself: 6 H K L^2 a layer for a row of L tokens.
+    """
+    s = SHAPES[shape]
+    size = s.get("head_dim", s["hidden_size"] // s["num_attention_heads"])
+    width, inner, layers = s["hidden_size"], s["intermediate_size"], s["num_hidden_layers"]
+    queries, keys = s["num_attention_heads"] * size, s["num_key_value_heads"] * size
+    matrices = [
+        (width, queries),
+        (width, keys),
+        (width, keys),
+        (queries, width),
+        (width, inner),
+        (width, inner),
+        (inner, width),
+    ]
+    weights = layers * sum(rows * columns for rows, columns in matrices) + s["vocab_size"] * width
+    adapter = layers * lora_rank * sum(rows + columns for rows, columns in matrices)
+    a_token = (4 if lora_rank else 6) * weights + 6 * adapter
+    return a_token * sum(lengths) + 6.0 * layers * queries * float(sum(length**2 for length in lengths))

@@ -1,0 +1,153 @@
+"""How a training step scales over the GPUs of one machine: data parallel with and without sharding, tensor and sequence parallel.
+
+    python benchmarks/train_scaling.py gpus=2,shape=qwen2.5-7b,rows=4096,shard=2,checkpointing=full
+    python benchmarks/train_scaling.py gpus=1,rows=65536,checkpointing=full gpus=2,rows=65536,checkpointing=full,sp=2
+
+Each case is run in processes of its own. Prints one JSON line a case: tokens a second on each GPU, MFU, peak GiB, and of this the
+activations (peak less weights, gradients, masters and moments). `step_tokens` is for each data-parallel rank.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from shapes import PEAK_FLOPS, SHAPES, build_model, compute_step_flops, plan_lengths
+
+WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement; see the module."""
+
+    gpus: int = 1
+    shape: str = "qwen2.5-1.5b"
+    rows: str = "4096"
+    budget: int = 32768
+    step_tokens: int = 65536
+    steps: int = 3
+    tp: int = 1
+    sp: int = 1
+    shard: int = 1
+    checkpointing: str = "none"
+    lora: int = 0
+    offload: str = "none"
+    compile: int = 1
+    reshard: int = 1
+    profile: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """From `key=value,key=value`."""
+        kinds = {name: type(value) for name, value in vars(cls()).items()}
+        pairs = dict(word.split("=", 1) for word in text.split(","))
+        return cls(**{name: kinds[name](value) for name, value in pairs.items()})
+
+
+def main() -> None:
+    """Runs the cases one after the other."""
+    for case in map(Case.parse, sys.argv[1:]):
+        with tempfile.TemporaryDirectory() as directory:
+            meeting = f"file://{directory}/meet"
+            try:
+                torch.multiprocessing.spawn(run_rank, (case, meeting), nprocs=case.gpus)
+            except (
+                torch.multiprocessing.ProcessRaisedException,
+                torch.multiprocessing.ProcessExitedException,
+            ) as error:
+                last = str(error).strip().splitlines()[-1]
+                print(json.dumps({"case": vars(case), "error": last[:400]}), flush=True)
+
+
+def run_rank(rank: int, case: Case, meeting: str) -> None:
+    """One process of a case."""
+    from train_speed import build_rows
+
+    from hybridflow.algorithms.losses import SFTLoss
+    from hybridflow.models.lora import LoraSettings
+    from hybridflow.train_engine import OptimizerSettings, TrainEngine, TrainSettings, join_ranks
+    from hybridflow.train_engine.mesh import ParallelConfig
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    ranks = join_ranks(rank=rank, size=case.gpus, rendezvous=meeting, device=device, timeout_s=300)
+    model = build_model(case.shape, device, torch.bfloat16)
+    settings = TrainSettings(
+        micro_batch_tokens=case.budget,
+        parallel_config=ParallelConfig(tp=case.tp, sp=case.sp, shard=case.shard),
+        gradient_checkpointing=case.checkpointing,
+        compile=bool(case.compile),
+        lora=LoraSettings(rank=case.lora, alpha=2.0 * case.lora) if case.lora else None,
+        offload=case.offload,
+        reshard_after_forward=bool(case.reshard),
+        optimizer=OptimizerSettings(lr=1e-6),
+    )
+    engine = TrainEngine(model, settings, ranks)
+    data_ranks = case.gpus // (case.tp * case.sp)
+    lengths = plan_lengths(case.rows, case.step_tokens, seed=rank // (case.tp * case.sp))
+    batch = build_rows(lengths, SHAPES[case.shape]["vocab_size"])
+    seconds = time_steps(case, lambda: engine.update(batch, SFTLoss()), ranks)
+    if case.profile and rank == 0:
+        from step_profile import print_profile
+
+        print_profile(lambda: engine.update(batch, SFTLoss()))
+    elif case.profile:
+        engine.update(batch, SFTLoss())
+    if rank == 0:
+        print(json.dumps(describe(case, seconds, lengths, data_ranks, engine)), flush=True)
+    ranks.leave()
+
+
+def time_steps(case: Case, step: Any, ranks: Any) -> list[float]:
+    """Seconds of each step after the warm-up, all ranks starting together."""
+    seconds = []
+    for number in range(WARM_UP_STEPS + case.steps):
+        torch.cuda.synchronize()
+        ranks.total(0)
+        if number == WARM_UP_STEPS:
+            torch.cuda.reset_peak_memory_stats()
+        started_s = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        ranks.total(0)
+        if number >= WARM_UP_STEPS:
+            seconds.append(time.perf_counter() - started_s)
+    return seconds
+
+
+def describe(case: Case, seconds: list[float], lengths: list[int], data_ranks: int, engine: Any) -> dict[str, Any]:
+    """The case's line."""
+    step_s, peak = statistics.median(seconds), torch.cuda.max_memory_allocated()
+    flops = data_ranks * compute_step_flops(case.shape, lengths, lora_rank=case.lora) / case.gpus
+    fixed = count_fixed_bytes(engine)
+    given = {name: value for name, value in vars(case).items() if value != vars(Case())[name]}
+    return {
+        **given, "tokens_per_s_per_gpu": round(data_ranks * sum(lengths) / case.gpus / step_s),
+        "mfu": round(flops / step_s / PEAK_FLOPS, 4), "peak_gib": round(peak / 2**30, 2), "fixed_gib": round(fixed / 2**30, 2),
+        "activations_gib": round((peak - fixed) / 2**30, 2), "step_s": [round(s, 4) for s in seconds], "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def count_fixed_bytes(engine: Any) -> int:
+    """Weights, float32 gradients, masters and moments on this GPU."""
+    storages = {}
+    for _, tensor in engine.model.module.named_parameters():
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+        storages[local.untyped_storage().data_ptr()] = local
+    for name, tensor in engine.state_tensors().items():
+        if not name.startswith("rng/") and tensor.device.type == "cuda":
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+    gradients = sum(t.nbytes for name, t in engine.state_tensors().items() if name.startswith("model/"))
+    return sum(tensor.nbytes for tensor in storages.values()) + gradients
+
+
+if __name__ == "__main__":
+    main()
