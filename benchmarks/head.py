@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.models import Head, compute_logprobs
-from hybridflow.models.head import Passes
+from hybridflow.models.head_chunks import Passes
 
 KEEP: dict[str, int | None] = {"none": 0, "all": 2**62, "default": None}
 

@@ -27,7 +27,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         **_QWEN, "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
         "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
     },
+    "tiny": {
+        **_QWEN, "model_type": "qwen3", "vocab_size": 2000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True,
+    },
 }  # fmt: skip
+"""`tiny` tries a benchmark out, on the CPU too."""
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H100 or H200, by the maker's data sheet."""
 

@@ -3,23 +3,33 @@
     python benchmarks/train_scaling.py gpus=2,shape=qwen2.5-7b,rows=4096,shard=2,checkpointing=full
     python benchmarks/train_scaling.py gpus=1,rows=65536,checkpointing=full gpus=2,rows=65536,checkpointing=full,sp=2
 
-Each case is run in processes of its own. Prints one JSON line a case: tokens a second on each GPU, MFU, peak GiB, and of this the
-activations (peak less weights, gradients, masters and moments). `step_tokens` is for each data-parallel rank.
+Neighbouring cases with as many GPUs share their processes. Prints one JSON line a case: tokens a second on each GPU, MFU, peak GiB, and
+of this the activations (peak less weights, gradients, masters and moments). `step_tokens` is for each data-parallel rank.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.multiprocessing
 from shapes import PEAK_FLOPS, SHAPES, build_model, compute_step_flops, plan_lengths
+from step_profile import print_profile
+from train_speed import build_rows, read_peak_bytes, wait
+
+from hybridflow.algorithms.losses import SFTLoss
+from hybridflow.models import LoraSettings
+from hybridflow.train_engine import OptimizerSettings, Ranks, TrainEngine, TrainSettings
+from hybridflow.train_engine.mesh import ParallelConfig
+from hybridflow.train_engine.sharding import local_part
 
 WARM_UP_STEPS = 2
 
@@ -53,32 +63,36 @@ class Case:
 
 
 def main() -> None:
-    """Runs the cases one after the other."""
-    for case in map(Case.parse, sys.argv[1:]):
+    """Runs the cases in their order; neighbours with as many GPUs share their processes."""
+    for gpus, cases in groupby(map(Case.parse, sys.argv[1:]), key=lambda case: case.gpus):
         with tempfile.TemporaryDirectory() as directory:
-            meeting = f"file://{directory}/meet"
-            try:
-                torch.multiprocessing.spawn(run_rank, (case, meeting), nprocs=case.gpus)
-            except (
-                torch.multiprocessing.ProcessRaisedException,
-                torch.multiprocessing.ProcessExitedException,
-            ) as error:
-                last = str(error).strip().splitlines()[-1]
-                print(json.dumps({"case": vars(case), "error": last[:400]}), flush=True)
+            torch.multiprocessing.spawn(run_rank, (gpus, list(cases), f"file://{directory}/meet"), nprocs=gpus)
 
 
-def run_rank(rank: int, case: Case, meeting: str) -> None:
-    """One process of a case."""
-    from train_speed import build_rows
+def run_rank(rank: int, gpus: int, cases: list[Case], meeting: str) -> None:
+    """One process; after a case that does not fit in memory, the next one."""
+    from hybridflow.config import HybridflowError
+    from hybridflow.train_engine import join_ranks
 
-    from hybridflow.algorithms.losses import SFTLoss
-    from hybridflow.models.lora import LoraSettings
-    from hybridflow.train_engine import OptimizerSettings, TrainEngine, TrainSettings, join_ranks
-    from hybridflow.train_engine.mesh import ParallelConfig
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ranks = join_ranks(rank=rank, size=gpus, rendezvous=meeting, device=device, timeout_s=300)
+    for case in cases:
+        try:
+            result = run_case(case, ranks, device)
+        except (torch.OutOfMemoryError, HybridflowError) as error:
+            result = {**vars(case), "error": str(error)[:400]}
+        if rank == 0:
+            print(json.dumps(result), flush=True)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    ranks.leave()
 
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    ranks = join_ranks(rank=rank, size=case.gpus, rendezvous=meeting, device=device, timeout_s=300)
+
+def run_case(case: Case, ranks: Ranks, device: torch.device) -> dict[str, Any]:
+    """What this rank measured."""
     model = build_model(case.shape, device, torch.bfloat16)
     settings = TrainSettings(
         micro_batch_tokens=case.budget,
@@ -92,31 +106,28 @@ def run_rank(rank: int, case: Case, meeting: str) -> None:
     )
     engine = TrainEngine(model, settings, ranks)
     data_ranks = case.gpus // (case.tp * case.sp)
-    lengths = plan_lengths(case.rows, case.step_tokens, seed=rank // (case.tp * case.sp))
+    lengths = plan_lengths(case.rows, case.step_tokens, seed=ranks.rank // (case.tp * case.sp))
     batch = build_rows(lengths, SHAPES[case.shape]["vocab_size"])
     seconds = time_steps(case, lambda: engine.update(batch, SFTLoss()), ranks)
-    if case.profile and rank == 0:
-        from step_profile import print_profile
-
+    found = describe(case, seconds, lengths, data_ranks, engine)
+    if case.profile and ranks.rank == 0:
         print_profile(lambda: engine.update(batch, SFTLoss()))
     elif case.profile:
         engine.update(batch, SFTLoss())
-    if rank == 0:
-        print(json.dumps(describe(case, seconds, lengths, data_ranks, engine)), flush=True)
-    ranks.leave()
+    return found
 
 
 def time_steps(case: Case, step: Any, ranks: Any) -> list[float]:
     """Seconds of each step after the warm-up, all ranks starting together."""
     seconds = []
     for number in range(WARM_UP_STEPS + case.steps):
-        torch.cuda.synchronize()
+        wait()
         ranks.total(0)
-        if number == WARM_UP_STEPS:
+        if number == WARM_UP_STEPS and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         started_s = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        wait()
         ranks.total(0)
         if number >= WARM_UP_STEPS:
             seconds.append(time.perf_counter() - started_s)
@@ -125,7 +136,7 @@ def time_steps(case: Case, step: Any, ranks: Any) -> list[float]:
 
 def describe(case: Case, seconds: list[float], lengths: list[int], data_ranks: int, engine: Any) -> dict[str, Any]:
     """The case's line."""
-    step_s, peak = statistics.median(seconds), torch.cuda.max_memory_allocated()
+    step_s, peak = statistics.median(seconds), read_peak_bytes()
     flops = data_ranks * compute_step_flops(case.shape, lengths, lora_rank=case.lora) / case.gpus
     fixed = count_fixed_bytes(engine)
     given = {name: value for name, value in vars(case).items() if value != vars(Case())[name]}
@@ -138,12 +149,12 @@ def describe(case: Case, seconds: list[float], lengths: list[int], data_ranks: i
 
 def count_fixed_bytes(engine: Any) -> int:
     """Weights, float32 gradients, masters and moments on this GPU."""
-    storages = {}
+    storages, device = {}, engine.model.device
     for _, tensor in engine.model.module.named_parameters():
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+        local = local_part(tensor)
         storages[local.untyped_storage().data_ptr()] = local
     for name, tensor in engine.state_tensors().items():
-        if not name.startswith("rng/") and tensor.device.type == "cuda":
+        if not name.startswith("rng/") and tensor.device == device:
             storages[tensor.untyped_storage().data_ptr()] = tensor
     gradients = sum(t.nbytes for name, t in engine.state_tensors().items() if name.startswith("model/"))
     return sum(tensor.nbytes for tensor in storages.values()) + gradients

@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from shapes import PEAK_FLOPS, SHAPES, build_model, build_module, compute_step_flops, plan_lengths
 
-WARM_UP_STEPS = 3
+WARM_UP_STEPS = 2
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Case:
     rows: str = "8192"
     budget: int = 32768
     step_tokens: int = 131072
-    steps: int = 5
+    steps: int = 3
     checkpointing: str = "none"
     compile: int = 1
     liger: int = 0
@@ -64,8 +65,9 @@ def main() -> None:
 def measure(case: Case) -> None:
     """One case, printed."""
     sides = {"hybridflow": run_hybridflow, "trl": run_trl, "transformers": run_transformers}
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     given = {
         name: value
         for name, value in vars(case).items()
@@ -77,23 +79,33 @@ def measure(case: Case) -> None:
         flops = compute_step_flops(case.shape, lengths, lora_rank=case.lora)
         result = {
             "tokens_per_s": round(sum(lengths) / step_s), "mfu": round(flops / step_s / PEAK_FLOPS, 4),
-            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1), "step_s": [round(s, 4) for s in seconds],
+            "peak_gib": round(read_peak_bytes() / 2**30, 1), "step_s": [round(s, 4) for s in seconds],
         }  # fmt: skip
     except (torch.OutOfMemoryError, RuntimeError) as error:
         result = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
     print(json.dumps({**given, **result, "torch": torch.__version__}), flush=True)
     gc.collect()
-    torch._dynamo.reset()
+
+
+def read_peak_bytes() -> int:
+    """Most that was allocated on the GPU."""
+    return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
+
+
+def wait() -> None:
+    """For the GPU."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def time_steps(case: Case, step: Callable[[], None]) -> list[float]:
     """Seconds of each step after the warm-up."""
     seconds = []
     for number in range(WARM_UP_STEPS + case.steps):
-        torch.cuda.synchronize()
+        wait()
         started_s = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        wait()
         if number >= WARM_UP_STEPS:
             seconds.append(time.perf_counter() - started_s)
     return seconds
@@ -105,7 +117,7 @@ def run_hybridflow(case: Case) -> tuple[list[float], list[int]]:
     from hybridflow.models.lora import LoraSettings
     from hybridflow.train_engine import OptimizerSettings, TrainEngine, TrainSettings
 
-    model = build_model(case.shape, torch.device("cuda"), torch.bfloat16)
+    model = build_model(case.shape, DEVICE, torch.bfloat16)
     if case.attention != "auto":
         model.packed_kernel = None if case.attention == "torch" else case.attention
     settings = TrainSettings(
@@ -158,18 +170,18 @@ def run_trl(case: Case) -> tuple[list[float], list[int]]:
             self.ends: list[float] = []
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            torch.cuda.synchronize()
+            wait()
             self.ends.append(time.perf_counter())
 
-    module = build_module(
-        case.shape, "sdpa" if case.attention == "auto" else case.attention, torch.device("cuda"), torch.bfloat16
-    )
+    module = build_module(case.shape, "sdpa" if case.attention == "auto" else case.attention, DEVICE, torch.bfloat16)
     equal, _, most = case.rows.partition("-")
     row_tokens = int(equal) if not most else min(case.budget, 8192)
     lengths = plan_lengths(case.rows, case.step_tokens, seed=0)
     rng = np.random.default_rng(0)
     wanted = lengths * (WARM_UP_STEPS + case.steps + 1)
-    data = Dataset.from_dict({"input_ids": [rng.integers(0, 150000, length).tolist() for length in wanted]})
+    data = Dataset.from_dict(
+        {"input_ids": [rng.integers(0, SHAPES[case.shape]["vocab_size"] - 1000, length).tolist() for length in wanted]}
+    )
     with tempfile.TemporaryDirectory() as directory:
         tokenizer = build_character_tokenizer("0123456789")
         config = SFTConfig(
@@ -177,7 +189,8 @@ def run_trl(case: Case) -> tuple[list[float], list[int]]:
             gradient_accumulation_steps=max(1, case.step_tokens // max(case.budget, row_tokens)), max_steps=WARM_UP_STEPS + case.steps + 1,
             max_length=row_tokens, packing=bool(most), gradient_checkpointing=case.checkpointing == "full", bf16=True,
             use_liger_kernel=bool(case.liger), torch_compile=bool(case.compile), optim="adamw_torch_fused", max_grad_norm=1.0,
-            logging_strategy="no", save_strategy="no", report_to="none", learning_rate=1e-6, dataloader_num_workers=2,
+            logging_strategy="no", save_strategy="no", report_to="none", use_cpu=DEVICE.type == "cpu",
+            learning_rate=1e-6, dataloader_num_workers=2, disable_tqdm=True,
         )  # fmt: skip
         watch = Watch()
         lora: dict[str, Any] = {}
@@ -196,13 +209,13 @@ def run_trl(case: Case) -> tuple[list[float], list[int]]:
 
 def run_transformers(case: Case) -> tuple[list[float], list[int]]:
     """A plain loop: the module's own loss, SDPA attention, fused AdamW in bfloat16; rows of equal length."""
-    module = build_module(case.shape, "sdpa", torch.device("cuda"), torch.bfloat16)
+    module = build_module(case.shape, "sdpa", DEVICE, torch.bfloat16)
     module.train()
     if case.checkpointing == "full":
         module.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-6, fused=True)
     lengths = plan_lengths(case.rows, case.step_tokens, seed=0)
-    tokens = torch.randint(0, 150000, (len(lengths), lengths[0]), device="cuda")
+    tokens = torch.randint(0, SHAPES[case.shape]["vocab_size"] - 1000, (len(lengths), lengths[0]), device=DEVICE)
     parts = tokens.split(max(1, case.budget // lengths[0]))
 
     def step() -> None:

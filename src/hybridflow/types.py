@@ -150,6 +150,15 @@ def _reduce(name: str, metrics: list[Metric]) -> Metric:
 
 
 @dataclass(frozen=True)
+class Box:
+    """A part of a tensor, as one rank holds it: rows 128 to 255 of an embedding are `Box((256, 64), offsets=(128, 0), shape=(128, 64))`."""
+
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Mark:
     """Where the page stands: `Mark(step=12, phase="score")`."""
 

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_runs import assert_same_run, metrics_of, rl_config, sft_config, weights_of
 
 from hybridflow.batch import Batch
-from hybridflow.config import to_yaml
-from hybridflow.flow.commands import ExportConfig, run_export, run_rl, run_sft
+from hybridflow.config import ConfigError, to_yaml
+from hybridflow.flow.commands import ExportConfig, GenerateConfig, run_export, run_generate, run_rl, run_sft
 from hybridflow.flow.rl_job import RLConfig
+from hybridflow.roles.policy import ModelSettings
+from hybridflow.types import SamplingParams
 
 
 def test_sft_stopped_and_resumed_equals_undisturbed(task: dict[str, str], tmp_path: Path) -> None:
@@ -119,6 +122,68 @@ def test_export_gives_transformers_the_same_logits(task: dict[str, str], start: 
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     trained = AutoModelForCausalLM.from_pretrained(Path(start) / "model")
     assert torch.equal(exported(ids).logits, trained(ids).logits)
+
+
+def test_an_adapter_goes_out_and_comes_back(task: dict[str, str], start: str, tmp_path: Path) -> None:
+    """Its export stands alone with its tokenizer; merged by export, or at load, it is the run's own result, bit for bit."""
+    pytest.importorskip("peft", reason="peft is an extra; pip install 'hybridflow[lora]'")
+    from transformers import AutoTokenizer
+
+    short = "steps=2", "evaluation.data=null", "train.optimizer.lr=0.01"
+    rest = "model.config=null", "model.tokenizer=null", f"model.path={start}"
+    run = str(run_sft(sft_config(task, tmp_path, *short, *rest, "train.lora.rank=4"))["run"])
+    adapter, whole = str(tmp_path / "adapter"), str(tmp_path / "whole")
+    run_export(ExportConfig(checkpoint=run, output=adapter))
+    run_export(ExportConfig(checkpoint=run, output=whole, merge=True))
+    expected = load_file(Path(run) / "model" / "model.safetensors")
+    merged = load_file(Path(whole) / "model.safetensors")
+    assert merged.keys() == expected.keys() and all(torch.equal(merged[name], expected[name]) for name in expected)
+    assert (
+        AutoTokenizer.from_pretrained(adapter)("12+34=")["input_ids"]
+        == AutoTokenizer.from_pretrained(start + "/model")("12+34=")["input_ids"]
+    )
+    samples = [
+        run_generate(
+            GenerateConfig(
+                model=model, prompts=("1+2=", "12+34="), sampling=SamplingParams(max_new_tokens=6), numerics="exact"
+            )
+        )
+        for model in (ModelSettings(path=start, adapter=adapter), ModelSettings(path=whole), ModelSettings(path=start))
+    ]
+    assert samples[0].equals(samples[1]) and not samples[0].equals(samples[2])
+    with pytest.raises(
+        ConfigError, match=f"model.path: '{adapter}' is a LoRA adapter, not a model; set model.path to its base .it was"
+    ):
+        run_generate(GenerateConfig(model=ModelSettings(path=adapter), prompts=("1+2=",)))
+    for output, what in ((adapter, "an adapter"), (whole, "a model")):
+        for merge in (False, True):
+            with pytest.raises(ConfigError, match=f"output: '{output}' holds {what} already"):
+                run_export(ExportConfig(checkpoint=run, output=output, merge=merge))
+    with pytest.raises(ConfigError, match="base: is for merge=true alone"):
+        run_export(ExportConfig(checkpoint=run, output=str(tmp_path / "new"), base=start))
+    for changes, message in (
+        (("train.lora.rank=8",), "the saved adapter has rank 4: set train.lora.rank=4"),
+        ((), "this run trained an adapter .train.lora.; set it again"),
+        (("train.lora.rank=4", "train.lora.alpha=16"), "at a scale of 8, and train.lora makes it 4"),
+        (
+            ("train.lora.rank=4", f"model.path={whole}"),
+            f"on other base weights than '{whole}' holds; resume with the model.path",
+        ),
+        (("train.lora.rank=4", f"model.adapter={adapter}"), "on other base weights than this model has"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_sft(sft_config(task, tmp_path, *short, *rest, *changes, "steps=3"))
+    onwards = f"run={{directory: {tmp_path}, name: onwards, tensorboard: false, progress: false}}"
+    run_sft(sft_config(task, tmp_path, *short, *rest, f"train.lora.path={adapter}", onwards))
+    on_merged = f"run={{directory: {tmp_path}, name: on_merged, tensorboard: false, progress: false}}"
+    last = run_sft(
+        sft_config(task, tmp_path, *short, *rest, f"model.adapter={adapter}", "train.lora.rank=4", on_merged)
+    )["run"]
+    with pytest.raises(
+        ValueError, match="merge: the checkpoint does not name the adapter's base model; give its directory as base="
+    ):
+        run_export(ExportConfig(checkpoint=str(last), output=str(tmp_path / "new"), merge=True))
+    run_export(ExportConfig(checkpoint=str(last), output=str(tmp_path / "new"), merge=True, base=whole))
 
 
 def test_the_weights_really_moved(task: dict[str, str], start: str, tmp_path: Path) -> None:

@@ -34,9 +34,8 @@ from hybridflow.train_engine import (
     ScheduleSettings,
     TrainEngine,
     TrainSettings,
-    engine,
+    building,
     join_ranks,
-    tensor_parallel,
 )
 from hybridflow.types import Metrics, RowState, merge_metrics
 
@@ -437,9 +436,7 @@ def cut(engine: TrainEngine, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     """Each local tensor with its box of the whole one; by the names of the state."""
     layout = engine.state_layout()
     boxes = {name: layout[name] for name in tensors}
-    return {
-        name: Part(tuple(shape), tuple(offsets), to_array(tensors[name])) for name, (shape, offsets) in boxes.items()
-    }
+    return {name: Part(box.global_shape, box.offsets, to_array(tensors[name])) for name, box in boxes.items()}
 
 
 def read_state(engine: TrainEngine, prefix: str) -> dict[str, Part]:
@@ -466,7 +463,7 @@ def run_case(place: Place, ranks: Ranks, case: Case, parallel: Mapping[str, int]
     found.weights = read_state(engine, "model/")
     found.moments = read_state(engine, "optimizer/exp_avg/")
     found.owned = frozenset(engine.owned_state())
-    found.gathered = to_arrays(engine.gather_weights())
+    found.gathered = to_arrays(dict(engine.iter_weights()))
     return found
 
 
@@ -570,10 +567,8 @@ def perturb_worker(place: Place, parallel: Mapping[str, int]) -> tuple[dict[int,
 
 def names_worker(place: Place, case: Case, parallel: Mapping[str, int]) -> Found:
     """A gradient where the names of partial weights come in another order on each rank, as those of a set do between processes."""
-    right = tensor_parallel.apply_tensor_parallel
-    for module in (engine, tensor_parallel):
-        if "apply_tensor_parallel" in vars(module):
-            vars(module)["apply_tensor_parallel"] = lambda *args: _Reversed(right(*args), place.rank)
+    right = building.apply_tensor_parallel
+    building.apply_tensor_parallel = lambda *args: _Reversed(right(*args), place.rank)
     own = find_own_rows(place, parallel, case.split)
     found = Found(accumulate(start_engine(place, case, parallel), take_rows(build_rows(0), own), case))
     return found
@@ -632,7 +627,7 @@ def adapter_worker(place: Place, parallel: Mapping[str, int]) -> AdapterFound:
         engine.update(rows, TRAIN_LOSSES[case.loss])
     gradient = accumulate(engine, steps[-1], case)
     engine.update(steps[-1], TRAIN_LOSSES[case.loss])
-    merged = to_arrays(engine.gather_weights())
+    merged = to_arrays(dict(engine.iter_weights()))
     engine.ranks.leave()
     return AdapterFound(start, gradient, read_state(engine, "model/"), merged, before, _read_base(engine))
 

@@ -18,7 +18,7 @@ from hybridflow.models import (
     apply_lora,
     compute_logprobs,
     fresh_model,
-    merged_weights,
+    iter_merged_weights,
 )
 from hybridflow.train_engine import join_ranks
 from hybridflow.train_engine.mesh import Layout, build_mesh
@@ -84,7 +84,10 @@ def work_sharded(place: Place, dtype: torch.dtype, reshard: bool) -> tuple[dict[
     adapter = adapter_weights(model)
     parts = {name: weight.to_local().numel() / weight.numel() for name, weight in adapter.items()}  # type: ignore[attr-defined]
     gradients = {name: weight.grad.full_tensor() for name, weight in adapter.items()}  # type: ignore[union-attr]
-    merged = {name: weight.to(dtype) for name, weight in merged_weights(model, lambda weight: weight.full_tensor())}  # type: ignore[attr-defined]
+    merged = {
+        name: weight.to(dtype)
+        for name, weight in iter_merged_weights(model, lambda weight: weight.full_tensor())  # type: ignore[attr-defined]
+    }
     ranks.leave()
     return tuple({name: _pack(tensor) for name, tensor in each.items()} for each in (found, gradients, merged)) + (
         parts,
@@ -102,7 +105,7 @@ def test_a_sharded_adapter_goes_off_and_on_as_a_whole_one(dtype: torch.dtype, re
     expected = {name: _pack(tensor) for name, tensor in go_round(alone).items()}
     assert (expected["on"] == expected["on again"]).all() and (expected["off"] == expected["off with gradients"]).all()
     assert abs(expected["on"] - expected["off"]).mean() > 0.1
-    plain = {name: _pack(weight) for name, weight in merged_weights(alone)}
+    plain = {name: _pack(weight) for name, weight in iter_merged_weights(alone)}
     for found, gradients, merged, parts in run_ranks(2, work_sharded, dtype, reshard, directory=tmp_path):
         assert all((found[name] == expected[name]).all() for name in expected)
         assert all(part in (1 / 3, 2 / 3, 0.5) for part in parts.values())

@@ -5,7 +5,8 @@ Kinds of fault, for more than one process: the plant here, and in brackets what 
 
 1.  mean of means over micro-batches: `mean_of_means` (every split of test_layouts).
 2.  loss scaled by the data-parallel size: `data_parallel_scale`, `averaged_gradients` (data 2 and 4, shard 2 and 4).
-3.  denominator of another mask, dummy rows, nothing left to count: `rows_in_denominator`, `repeated_micro_batches`, `zero_by_zero`
+3.  denominator of another mask, dummy rows, nothing left to count: `rows_in_denominator`, `repeated_micro_batches`,
+    `asked_about_nothing` (0/0)
     (splits `idle` and `masked`, a mini-batch without a token).
 4.  several devices without gradient sync: `no_sync` (data 2; test_data_parallel: replicas that drift are named).
 5.  labels at shard borders, loss scale, kv heads fewer than the degree: `rolled_labels`, `tiled_kv_heads` (sequence 2 and 4).
@@ -135,8 +136,20 @@ def plant_repeated_micro_batches(place: Place) -> None:
 
 
 def plant_zero_by_zero(place: Place) -> None:
-    """Where a rank's part of the tokens holds none that counts."""
+    """If the loss were asked where a rank's part of the tokens holds none that counts."""
     change_loss(lambda found: found.total / found.weight * found.weight)
+
+
+def plant_asked_about_nothing(place: Place) -> None:
+    """The same loss, asked there: a mask that lets a micro-batch pass whose weights are all 0."""
+    plant_zero_by_zero(place)
+    right = packing.compute_packed_weights
+
+    def faulty(*args: Any) -> tuple[Tensor, Tensor]:
+        mask_T, weights_T = right(*args)
+        return (mask_T if mask_T.any() else torch.ones_like(mask_T)), weights_T
+
+    replace_everywhere(right, faulty)
 
 
 def plant_no_sync(place: Place) -> None:
@@ -228,7 +241,7 @@ def plant_own_vocabulary(place: Place) -> None:
 def plant_first_boxes(place: Place) -> None:
     right = TrainEngine.state_layout
     TrainEngine.state_layout = lambda self: {  # type: ignore[method-assign]
-        name: (shape, (0,) * len(offsets)) for name, (shape, offsets) in right(self).items()
+        name: dataclasses.replace(box, offsets=(0,) * len(box.offsets)) for name, box in right(self).items()
     }
 
 
@@ -307,9 +320,9 @@ PLANTED: list[tuple[str, Callable[[Place], None], str]] = [
     ("shard 2", plant_averaged_gradients, "gradient 'model.norm.weight' differs"),
     ("data 2", plant_rows_in_denominator, "the loss's weights add up to"),
     ("shard 2", plant_rows_in_denominator, "gradient 'model.norm.weight' differs"),
-    ("sequence 2, row by row", plant_zero_by_zero, "metric 'train/nonfinite_steps' is 1 instead of 0"),
     ("shard 2, uneven", plant_repeated_micro_batches, "the loss's weights add up to"),
     ("shard 2, uneven", plant_repeated_micro_batches, "gradient 'model.norm.weight' differs"),
+    ("sequence 2, row by row", plant_asked_about_nothing, "metric 'train/nonfinite_steps' is 1 instead of 0"),
     ("data 2", plant_no_sync, "DriftError: ranks 0 and 1 are no replicas of each other: the gradient norm"),
     ("data 2", plant_no_sync, "gradient 'model.norm.weight' on rank 1 has other values than a rank before it"),
     ("sequence 2", plant_no_sync, "gradient 'model.norm.weight' on rank 1 has other values than a rank before it"),
@@ -337,6 +350,10 @@ def test_a_planted_fault_is_reported(
 ) -> None:
     lines = report(setting, plant, references, tmp_path)
     assert any(line in found for found in lines), "\n".join(lines)
+
+
+def test_no_loss_is_asked_about_nothing(references: dict[Key, Expected], tmp_path: Path) -> None:
+    assert report("sequence 2, row by row", plant_zero_by_zero, references, tmp_path) == []
 
 
 def work_with(place: Place, plant: Callable[[Place], None], worker: Callable[..., Any], *args: Any) -> Any:

@@ -121,7 +121,7 @@ def train(place: Place, dtype: torch.dtype, shard: int, storages: list[str]) -> 
             "state": as_arrays(engine.state_tensors()),
             "layout": engine.state_layout(),
             "owned": engine.owned_state(),
-            "whole": as_arrays(engine.gather_weights()),
+            "whole": as_arrays(dict(engine.iter_weights())),
             "dtypes": {str(tensor.dtype) for tensor in engine.optimizer.gradients().values()},
         }
     return found
@@ -150,9 +150,9 @@ def join_boxes(results: list[dict[str, Any]], part: str, kind: str) -> dict[str,
             key = f"{kind}/{name}" if part == "gradient" else name
             if not key.startswith(f"{kind}/"):
                 continue
-            shape, offsets = result["layout"][key]
-            target = whole.setdefault(key.removeprefix(f"{kind}/"), np.full(shape, np.nan))
-            target[tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))] = values
+            box = result["layout"][key]
+            target = whole.setdefault(key.removeprefix(f"{kind}/"), np.full(box.global_shape, np.nan))
+            target[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))] = values
     return whole
 
 
@@ -249,7 +249,7 @@ def train_bfloat16(place: Place, case: str) -> dict[str, Any]:
     found = {"gradient": as_arrays(gradient), "layout": engine.state_layout(), "kinds": kinds}
     for step in range(3):
         engine.update(take_rows(step, rows), SFTLoss())
-    whole = engine.gather_weights()
+    whole = dict(engine.iter_weights())
     found |= {"whole": as_arrays(whole), "computed": {weight.dtype for weight in whole.values()}}
     return found | {"state": as_arrays(engine.state_tensors())}
 

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridflow.checkpoint import (
-    Box,
+    Checkpoint,
     CheckpointError,
     CheckpointWriter,
     ShardEntry,
@@ -37,6 +38,18 @@ from hybridflow.checkpoint import (
     write_shard,
 )
 from hybridflow.checkpoint import writer as writer_module
+from hybridflow.models import (
+    LoraSettings,
+    adapter_weights,
+    apply_lora,
+    compute_base_checksum,
+    fresh_model,
+    load_model,
+    save_adapter_config,
+    save_description,
+    save_model,
+)
+from hybridflow.types import Box
 
 
 def tensors_of(step: int) -> dict[str, Tensor]:
@@ -144,7 +157,7 @@ def test_any_layout_is_read_into_any_other(tmp_path_factory: pytest.TempPathFact
             part = whole[tuple(slice(o, o + n) for o, n in zip(offsets, box, strict=True))]
             path = writer.shard_path("actor", rank)
             tensors = {"x": part} | ({"replicated": torch.tensor(3)} if rank == 0 else {})
-            entries.append(write_shard(path, tensors, {"rank": rank}, {"x": (shape, offsets)}))
+            entries.append(write_shard(path, tensors, {"rank": rank}, {"x": Box(shape, offsets, box)}))
         writer.commit(data.draw(st.permutations(entries)), {})
     checkpoint = newest_checkpoint(root)
     assert checkpoint is not None and checkpoint.role_state("actor") == {"rank": 0}
@@ -152,9 +165,8 @@ def test_any_layout_is_read_into_any_other(tmp_path_factory: pytest.TempPathFact
     assert torch.equal(tensors["x"], whole) and tensors["replicated"] == 3
     for offsets, box in pieces_of(shape, data.draw(cut)):
         expected = whole[tuple(slice(o, o + n) for o, n in zip(offsets, box, strict=True))]
-        assert torch.equal(checkpoint.load_region("actor", "x", offsets, box), expected)
-    with pytest.raises(CheckpointError, match="no box"):
-        checkpoint.load_region("actor", "x", shape, (1,) * len(shape))
+        loaded = checkpoint.load_boxes("actor", {"x": Box(shape, offsets, box), "replicated": Box((), (), ())})
+        assert torch.equal(loaded["x"], expected) and loaded["replicated"] == 3
 
 
 def in_child(work: Callable[[], None]) -> int:
@@ -174,7 +186,7 @@ def test_a_rank_reads_its_boxes_and_what_does_not_fit_is_named(tmp_path: Path) -
     with CheckpointWriter(tmp_path, 1) as writer:
         halves = [(writer.shard_path("actor", rank), whole[2 * rank : 2 * rank + 2]) for rank in range(2)]
         entries = [
-            write_shard(path, {"w": half}, {"rank": rank}, boxes={"w": ((4, 3), (2 * rank, 0))})
+            write_shard(path, {"w": half}, {"rank": rank}, boxes={"w": Box((4, 3), (2 * rank, 0), (2, 3))})
             for rank, (path, half) in enumerate(halves)
         ]
         path = writer.commit(entries, {})
@@ -186,10 +198,47 @@ def test_a_rank_reads_its_boxes_and_what_does_not_fit_is_named(tmp_path: Path) -
     for boxes, message in (
         ({}, "tensor 'w' of actor is in .*, but this run has none; resume with the same model and train.lora"),
         ({"w": box, "x": box}, "tensor 'x' of actor is not in .*; resume"),
+        ({"w": Box((4, 3), (3, 0), (2, 3))}, r"tensor 'w' of actor has no such box: .*offsets=\(3, 0\)"),
         ({"w": Box((4, 2), (0, 0), (4, 2))}, r"tensor 'w' of actor is \[4, 3\] in .* and \[4, 2\] here"),
     ):
         with pytest.raises(CheckpointError, match=message):
             load_shards(path, "actor", boxes)
+
+
+def boxes_of(**shapes: tuple[int, ...]) -> dict[str, Box]:
+    return {f"model/q_proj.{name}.weight": Box(shape, (0, 0), shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (boxes_of(base=(6, 4)), "this run trained an adapter (train.lora); set it again, as in the run's config.yaml"),
+        (boxes_of(lora_A=(2, 4), lora_B=(6, 2)), "the saved adapter has rank 3: set train.lora.rank=3"),
+        (boxes_of(lora_A=(3, 5), lora_B=(6, 3)), "is [3, 4] in "),
+        (
+            boxes_of(lora_A=(3, 4), lora_B=(6, 3)) | {"model/v_proj.lora_A.weight": Box((3, 4), (0, 0), (3, 4))},
+            "the saved adapter is on other layers; set train.lora.target_modules as in the run's config.yaml",
+        ),
+    ],
+    ids=["off", "rank", "model", "layers"],
+)
+def test_an_adapter_that_changes_over_a_resume_says_which_key_to_set(
+    wanted: dict[str, Box], message: str, tmp_path: Path
+) -> None:
+    with CheckpointWriter(tmp_path, 1) as writer:
+        tensors = {"model/q_proj.lora_A.weight": torch.ones(3, 4), "model/q_proj.lora_B.weight": torch.ones(6, 3)}
+        path = writer.commit([write_shard(writer.shard_path("actor", 0), tensors)], {})
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load_shards(path, "actor", wanted)
+
+
+def test_an_adapter_that_a_resume_turns_on_is_to_be_taken_out(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path, 1) as writer:
+        path = writer.commit(
+            [write_shard(writer.shard_path("actor", 0), {"model/q_proj.weight": torch.ones(6, 4)})], {}
+        )
+    with pytest.raises(CheckpointError, match="this run trained all weights, without an adapter; take train.lora out"):
+        load_shards(path, "actor", boxes_of(lora_A=(3, 4), lora_B=(6, 3)))
 
 
 def test_a_checkpoint_of_the_format_before_says_so(tmp_path: Path) -> None:
@@ -212,14 +261,71 @@ def test_an_adapter_is_exported_as_one(tmp_path: Path) -> None:
         (path.parent / "huggingface").mkdir()
         (path.parent / "huggingface" / "config.json").write_text('{"dtype": "bfloat16"}')
         (path.parent / "huggingface" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+        for file in ("generation_config.json", "tokenizer.json", "chat_template.jinja"):
+            (path.parent / "huggingface" / file).write_text("{}")
         checkpoint = open_checkpoint(writer.commit([entry], {}))
     export_checkpoint(checkpoint, tmp_path / "out")
-    assert names_in(tmp_path / "out") == ["adapter_config.json", "adapter_model.safetensors"]
+    adapter_files = ["adapter_config.json", "adapter_model.safetensors"]
+    assert names_in(tmp_path / "out") == [*adapter_files, "chat_template.jinja", "tokenizer.json"]
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text()) == {"peft_type": "LORA", "r": 2}
     written = safetensors.torch.load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert written.keys() == {f"base_model.model.{name}" for name in adapter}
     for name, weight in adapter.items():
         assert torch.equal(written[f"base_model.model.{name}"], weight.bfloat16())
+
+
+@pytest.mark.parametrize("trained", [torch.float32, torch.bfloat16], ids=str)
+def test_an_adapter_is_exported_merged_into_its_own_base(trained: torch.dtype, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is an extra; pip install 'hybridflow[lora]'")
+    shape = dict(
+        model_type="llama", vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    for name, seed in (("base", 0), ("other", 1)):
+        save_model(fresh_model(shape, seed=seed, dtype=trained), None, tmp_path / name)
+    model = load_model(tmp_path / "base", dtype=trained)
+    checksum = compute_base_checksum(model)
+    apply_lora(model, LoraSettings(rank=2, alpha=6.0), seed=0)
+    draws = torch.Generator().manual_seed(0)
+    masters = {name: torch.randn(weight.shape, generator=draws) for name, weight in adapter_weights(model).items()}
+
+    def commit(step: int, state: dict[str, Any]) -> Checkpoint:
+        with CheckpointWriter(tmp_path, step) as writer:
+            path = writer.shard_path("actor", 0)
+            entry = write_shard(path, {f"model/{name}": weight for name, weight in masters.items()}, state)
+            save_description(model, None, path.parent / "huggingface")
+            save_adapter_config(model, path.parent / "huggingface")
+            return open_checkpoint(writer.commit([entry], {}))
+
+    checkpoint = commit(1, {"adapter": [3.0, checksum]})
+    base = dict(load_model(tmp_path / "base", dtype=trained).module.named_parameters())
+    for dtype, numbers in (("auto", trained), ("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        export_checkpoint(checkpoint, tmp_path / dtype, dtype, merge=True)
+        assert names_in(tmp_path / dtype) == ["config.json", "generation_config.json", "model.safetensors"]
+        written = safetensors.torch.load_file(tmp_path / dtype / "model.safetensors")
+        assert written.keys() == base.keys()
+        for name, weight in base.items():
+            lora_A, lora_B = (masters.get(name.replace(".weight", f".lora_{side}.weight")) for side in "AB")
+            expected = (
+                weight.double()
+                if lora_A is None or lora_B is None
+                else weight.double() + 3 * (lora_B.double() @ lora_A.double())
+            )
+            assert written[name].dtype == numbers
+            tolerance = 1e-6 if numbers == torch.float32 else 2**-8
+            torch.testing.assert_close(written[name].double(), expected.detach(), rtol=tolerance, atol=1e-6)
+        assert load_model(tmp_path / dtype, dtype=numbers).config.dtype == numbers
+    export_checkpoint(checkpoint, tmp_path / "named", merge=True, base=str(tmp_path / "base"))
+    with pytest.raises(CheckpointError, match="trained on other weights than .*other' holds; give the base model's"):
+        export_checkpoint(checkpoint, tmp_path / "out", merge=True, base=str(tmp_path / "other"))
+    with pytest.raises(CheckpointError, match="older version of hybridflow.*export it without merge=true"):
+        export_checkpoint(commit(2, {}), tmp_path / "out", merge=True)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(
+        CheckpointError, match="base', which the checkpoint names as the adapter's base, holds no model"
+    ):
+        export_checkpoint(checkpoint, tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_workers_write_their_own_shards(tmp_path: Path) -> None:
@@ -230,12 +336,12 @@ def test_workers_write_their_own_shards(tmp_path: Path) -> None:
 
         def write(rank: int) -> None:
             part = whole[2 * rank : 2 * rank + 2]
-            entry = write_shard(paths[rank], {"w": part}, boxes={"w": ((4, 3), (2 * rank, 0))})
+            entry = write_shard(paths[rank], {"w": part}, boxes={"w": Box((4, 3), (2 * rank, 0), (2, 3))})
             os.write(sender, entry.record.sha256.encode())
 
         assert [in_child(lambda r=rank: write(r)) for rank in range(2)] == [0, 0]
         entries = [
-            write_shard(p, {"w": whole[2 * r : 2 * r + 2]}, boxes={"w": ((4, 3), (2 * r, 0))})
+            write_shard(p, {"w": whole[2 * r : 2 * r + 2]}, boxes={"w": Box((4, 3), (2 * r, 0), (2, 3))})
             for r, p in enumerate(paths)
         ]
         assert os.read(reader, 1024).decode() == "".join(entry.record.sha256 for entry in entries)
@@ -245,7 +351,7 @@ def test_workers_write_their_own_shards(tmp_path: Path) -> None:
 
 def shard(writer: CheckpointWriter, rank: int, offset: int, rows: int, **tensors: Tensor) -> ShardEntry:
     values = {"w": torch.zeros(rows, 3), **tensors}
-    return write_shard(writer.shard_path("actor", rank), values, boxes={"w": ((4, 3), (offset, 0))})
+    return write_shard(writer.shard_path("actor", rank), values, boxes={"w": Box((4, 3), (offset, 0), (rows, 3))})
 
 
 BAD_LAYOUTS: dict[str, tuple[Callable[[CheckpointWriter], list[ShardEntry]], str]] = {

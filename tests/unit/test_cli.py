@@ -1,5 +1,6 @@
 """The command line: help, arguments, exit codes, and what is printed where."""
 
+import functools
 import json
 import resource
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hybridflow import __version__
 from hybridflow.cli.command import Command, print_json
@@ -200,6 +202,42 @@ def test_every_command_starts_from_its_shipped_configuration(
 
 
 @pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("sft", ["data.files"]),
+        ("rl", ["data.files"]),
+        ("plan", ["data.files"]),
+        ("eval", ["evaluation.data.files"]),
+        ("export", ["checkpoint", "output"]),
+        ("generate", []),
+        ("quickstart", []),
+    ],
+)
+def test_a_configuration_is_printed_before_all_of_it_is_set(
+    name: str, missing: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main([name, "--print-config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    found = {key: functools.reduce(lambda node, part: node[part], key.split("."), printed) for key in missing}
+    assert found == dict.fromkeys(missing, "???")
+    assert str(printed).count("???") == len(missing)
+
+
+def test_help_names_the_configuration_that_a_command_starts_from(capsys: pytest.CaptureFixture[str]) -> None:
+    def help_of(name: str) -> str:
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        return capsys.readouterr().out
+
+    assert "\nstarts from sft.yaml in /" in help_of("sft") and "quickstart_" not in help_of("sft")
+    assert "\nstarts from rl.yaml or sft.yaml in /" in help_of("plan")
+    assert "overrides:" in help_of("sft") and "[KEY=VALUE ...]" in help_of("sft")
+    told = help_of("doctor")
+    assert "--json" in told and not any(word in told for word in ("KEY=VALUE", "overrides", "--config-name", ".yaml"))
+
+
+@pytest.mark.parametrize(
     ("name", "word", "message"),
     [
         ("rl", "lr=1", "unknown key 'lr' (value 1): the nearest key is 'train.optimizer.lr'"),
@@ -207,6 +245,19 @@ def test_every_command_starts_from_its_shipped_configuration(
             "rl",
             "train.optimizer.lrr=1",
             "unknown key 'train.optimizer.lrr' (value 1): the nearest key is 'train.optimizer.lr'",
+        ),
+        ("sft", "train.lora=8", "train.lora is 8 and must be a section of keys; write train.lora.rank=8"),
+        ("sft", "model=m", "model is 'm' and must be a section of keys; write model.path='m'"),
+        ("sft", "data=a.jsonl", "data is 'a.jsonl' and must be a section of keys; write data.files=['a.jsonl']"),
+        (
+            "sft",
+            "train.parallel_config.pp=2",
+            "unknown key 'train.parallel_config.pp' (value 2): the keys of 'train.parallel_config' are dp, shard, sp, tp; ",
+        ),
+        (
+            "sft",
+            "train.gradient_checkpointing=true",
+            "train.gradient_checkpointing is true, but it is one of none, selective, full, auto; write full",
         ),
         ("rl", "train.optimizer.lr=fast", "train.optimizer.lr is 'fast' and must be a number"),
         ("sft", "numerics=exakt", "numerics is 'exakt'; write one of fast, exact (the nearest is exact)"),

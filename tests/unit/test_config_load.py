@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from hybridflow.config import ConfigError, Field, check_config, load_config, settings, to_yaml
+from hybridflow.config import ConfigError, Field, check_config, describe_config, load_config, settings, to_yaml
 
 
 @settings
@@ -212,7 +212,18 @@ def test_the_shipped_configs_stand_behind_the_users(
             ["actor.max_tokens=3.0"],
             "actor.max_tokens is 3.0 and must be a whole number; correct it or leave it at its default, 128",
         ),
-        (["actor=3"], "actor is 3 and must be a section of keys; correct it or leave it out"),
+        (["actor=3"], "actor is 3 and must be a section of keys; write actor.max_tokens=3"),
+        (["reference=8"], "reference is 8 and must be a section of keys; write reference.max_tokens=8"),
+        (["actor=0"], "actor is 0 and must be a section of keys; write its keys, such as actor.max_tokens"),
+        (
+            ["actor.optimizer=fast"],
+            "actor.optimizer is 'fast' and must be a section of keys; write its keys, such as actor.optimizer.lr",
+        ),
+        (["actor=null"], "actor is null and must be a section of keys; correct it or leave it out"),
+        (
+            ["+actor.qq=3"],
+            "unknown key 'actor.qq' (value 3): the keys of 'actor' are max_tokens, optimizer; take it out or use one of these",
+        ),
         (
             ["actor.max_tokens.x=3"],
             "unknown key 'actor.max_tokens.x' (value 3): "
@@ -317,6 +328,19 @@ def test_a_wrong_override_is_one_sentence(directory: Path, overrides: list[str],
 )
 def test_a_wrong_file_is_one_sentence(directory: Path, name: str, message: str) -> None:
     assert fails(directory, name=name) == message.replace("{directory}", str(directory))
+
+
+def test_what_is_still_to_be_set_is_described_as_such_and_all_else_is_checked(directory: Path) -> None:
+    described = describe_config(Root, config_path=directory, config_name="asks", overrides=["note=a"])
+    lines = described.splitlines()
+    assert lines[0] == "model: ???" and "  max_tokens: ???" in lines and "    lr: 0.001" in lines and "note: a" in lines
+    (directory / "described.yaml").write_text(described)
+    assert fails(directory, name="described").count(" is required and not set (the YAML says ???)") == 2
+    assert load(directory, "model=m", "actor.max_tokens=7", name="described").actor == Actor(max_tokens=7)
+    with pytest.raises(ConfigError, match="^actor.optimizer.lr is 0 and must be greater than 0"):
+        describe_config(Root, config_path=directory, config_name="asks", overrides=["actor.optimizer.lr=0"])
+    whole = describe_config(Root, config_path=directory, config_name="base", overrides=["+model=m"])
+    assert whole == to_yaml(load(directory, "+model=m", name="base"))
 
 
 def test_a_missing_file_lists_what_exists(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,8 +94,8 @@ def test_a_key_may_be_written_by_its_second_name_and_is_written_out_by_its_own()
             "correct it or take it out",
         ),
         (
-            {"dp": 4},
-            "unknown key 'degrees.dp' (value 4): the nearest key is 'degrees.tp'; correct it or take it out",
+            {"pp": 4},
+            "unknown key 'degrees.pp' (value 4): the keys of 'degrees' are sp, tp; take it out or use one of these",
         ),
         (
             {"sequence_parallel_size": 0},

@@ -1,6 +1,7 @@
 """The head against a written-out float64 reference: values, gradients, memory, and the shift by one."""
 
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.models import Head, compute_log_softmax, compute_logits, compute_logprobs, predicted_positions
 from hybridflow.models.head import VocabularyShard
+from hybridflow.models.head_chunks import choose_chunk_tokens, compute_head_bytes
 
 CASES = {
     "plain": dict(),
@@ -307,3 +309,49 @@ def test_what_a_split_head_cannot_do_is_refused():
         compute_logprobs(hidden, targets, Head(weight, vocabulary=shard), passes="softmax")
     with pytest.raises(ValueError, match="keep_logits_bytes is 100"):
         compute_logprobs(hidden, targets, Head(weight), keep_logits_bytes=100)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors made within it that are alive, and the most there were at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, int] = {}
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        storage = made.untyped_storage() if isinstance(made, torch.Tensor) else None
+        inputs = [value for value in args if isinstance(value, torch.Tensor)]
+        if storage is not None and storage.data_ptr() not in {value.untyped_storage().data_ptr() for value in inputs}:
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(made, self._free, storage.nbytes())
+        return made
+
+    def _free(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_bytes_a_head_is_said_to_need_are_those_that_live_at_once(dtype: torch.dtype) -> None:
+    vocab_size, num_targets = 2048, 1000
+    weight = torch.randn(vocab_size, 16).to(dtype).requires_grad_()
+    hidden = torch.randn(num_targets, 16).to(dtype).requires_grad_()
+    targets = torch.arange(num_targets)
+    with LiveBytes() as live:
+        compute_logprobs(hidden, targets, Head(weight))[0].sum().backward()
+    told = compute_head_bytes(num_targets, vocab_size, 16, dtype, on_gpu=False, trains=True)
+    assert told == pytest.approx(live.most, rel=0.05)
+
+
+def test_on_a_gpu_a_head_needs_one_compiled_chunk_and_its_weight_s_gradient() -> None:
+    def need(num_targets: int, **changes: bool) -> int:
+        asked = {"on_gpu": True, "trains": True, **changes}
+        return compute_head_bytes(num_targets, 151936, 1024, torch.bfloat16, **asked)
+
+    chunk = choose_chunk_tokens(151936, "compiled", on_gpu=True)
+    assert 0.98 * 2**30 < chunk * 151936 * 2 <= 2**30
+    assert need(32768) == need(65536) == chunk * 151936 * 2 + 151936 * 1024 * (4 + 2)
+    assert need(32768, trains=False) == chunk * 151936 * 2
+    assert need(100, trains=False) == 100 * 151936 * 2

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from hybridflow.batch import Batch
 from hybridflow.config import ConfigError
 from hybridflow.models import (
+    AdapterForm,
     LoraSettings,
     adapter_disabled,
     adapter_weights,
@@ -26,11 +27,13 @@ from hybridflow.models import (
     compute_logprobs,
     compute_merged,
     has_adapter,
+    iter_merged_weights,
     load_adapter,
     load_model,
-    merged_weights,
+    merge_adapter,
     plain_name,
     predicted_positions,
+    resolve_lora,
     save_adapter,
     save_adapter_config,
     save_model,
@@ -80,7 +83,7 @@ def merge(model, like):
         own = dict(like.module.named_parameters())
         for weight in own.values():
             weight.fill_(float("nan"))
-        for name, weight in merged_weights(model):
+        for name, weight in iter_merged_weights(model):
             own.pop(name).copy_(weight)
     assert not own
     return like
@@ -172,7 +175,7 @@ def test_a_merged_copy_is_the_adapted_model(name, tied):
     torch.testing.assert_close(compute(merged), expected, rtol=1e-4, atol=1e-4)
     # What a copy would say that never got the adapter.
     assert (compute(base) - expected).abs().mean() > 0.1
-    assert [n for n, _ in merged_weights(model)] == [n for n, _ in base.module.named_parameters()]
+    assert [n for n, _ in iter_merged_weights(model)] == [n for n, _ in base.module.named_parameters()]
     assert (merged.head_weight is merged.module.get_input_embeddings().weight) == tied
 
 
@@ -187,13 +190,13 @@ def test_a_merged_copy_is_the_adapted_model(name, tied):
 )
 def test_the_scale_is_alpha_over_rank_or_over_its_root(settings, scale):
     model = adapt("qwen2", settings, dtype=torch.float64)
-    assert settings.scale == scale
+    assert resolve_lora(settings).scale == scale
     base, adapter = dict(build("qwen2", dtype=torch.float64).module.named_parameters()), adapter_weights(model)
     prefix = "model.layers.1.mlp.up_proj"
     expected = (
         base[f"{prefix}.weight"] + scale * adapter[f"{prefix}.lora_B.weight"] @ adapter[f"{prefix}.lora_A.weight"]
     )
-    torch.testing.assert_close(dict(merged_weights(model))[f"{prefix}.weight"], expected, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(dict(iter_merged_weights(model))[f"{prefix}.weight"], expected, rtol=1e-13, atol=1e-13)
     merged = merge(model, build("qwen2", dtype=torch.float64))
     torch.testing.assert_close(compute(merged), compute(model), rtol=1e-10, atol=1e-10)
 
@@ -204,7 +207,7 @@ def test_only_the_layers_that_are_named_are_adapted():
     attention = {f"model.layers.{i}.self_attn.v_proj" for i in range(3)}
     assert layers == attention | {"model.layers.1.mlp.up_proj"}
     base = dict(build("llama").module.named_parameters())
-    changed = {name for name, weight in merged_weights(model) if not torch.equal(weight, base[name])}
+    changed = {name for name, weight in iter_merged_weights(model) if not torch.equal(weight, base[name])}
     assert changed == {f"{layer}.weight" for layer in layers}
 
 
@@ -227,9 +230,9 @@ def test_fifty_exports_leave_base_and_export_bit_equal(dtype, tmp_path):
     model = adapt("qwen3", dtype=dtype)
     parameters = dict(model.module.named_parameters())
     before = {name: weight.detach().clone() for name, weight in parameters.items()}
-    first = {name: weight.clone() for name, weight in merged_weights(model)}
+    first = {name: weight.clone() for name, weight in iter_merged_weights(model)}
     for _ in range(50):
-        last = dict(merged_weights(model))
+        last = dict(iter_merged_weights(model))
     save_model(model, None, tmp_path)
     assert all(torch.equal(parameters[name], weight) for name, weight in before.items())
     assert all(torch.equal(last[name], weight) for name, weight in first.items())
@@ -238,7 +241,7 @@ def test_fifty_exports_leave_base_and_export_bit_equal(dtype, tmp_path):
     # Adding to a merged weight instead of beside it.
     adapted = "model.layers.0.self_attn.q_proj.weight"
     last[adapted].fill_(0)
-    assert torch.equal(dict(merged_weights(model))[adapted], first[adapted])
+    assert torch.equal(dict(iter_merged_weights(model))[adapted], first[adapted])
 
 
 def test_merging_reads_each_weight_once_through_the_callers_eyes():
@@ -250,7 +253,7 @@ def test_merging_reads_each_weight_once_through_the_callers_eyes():
         asked.append(id(parameter))
         return masters[id(parameter)]
 
-    merged = dict(merged_weights(model, read))
+    merged = dict(iter_merged_weights(model, read))
     assert sorted(asked) == sorted(masters)
     named = {plain_name(name): masters[id(weight)] for name, weight in model.module.named_parameters()}
     prefix = "model.layers.2.mlp.down_proj"
@@ -274,7 +277,7 @@ def test_a_transposed_matrix_is_merged_transposed():
 
 def test_a_model_without_an_adapter_gives_its_own_weights():
     model = build("gemma2")
-    given, own = list(merged_weights(model)), list(model.module.named_parameters())
+    given, own = list(iter_merged_weights(model)), list(model.module.named_parameters())
     assert [name for name, _ in given] == [name for name, _ in own]
     assert all(a.data_ptr() == b.data_ptr() for (_, a), (_, b) in zip(given, own, strict=True))
 
@@ -430,7 +433,7 @@ def rewrite(directory, **changes):
 @pytest.mark.parametrize(
     ("changes", "settings", "message"),
     [
-        ({}, dict(rank=8), r"rank is 8, but the adapter in .* has 4; set train.lora.rank=4"),
+        ({}, dict(rank=8), r"rank is 8, but the adapter in .* has 4; leave train.lora.rank out"),
         ({}, dict(alpha=4.0), "alpha is 4.0, but the adapter in .* has 12"),
         ({}, dict(rslora=True), "rslora is true, but the adapter in .* has false"),
         ({}, dict(target_modules=("q_proj",)), r"down_proj.lora_A.weight' is in the adapter alone"),
@@ -457,10 +460,31 @@ def test_an_adapter_of_another_model_or_file_is_refused(tmp_path):
         apply_lora(build("qwen3"), LoraSettings(rank=4, alpha=12.0, path=str(tmp_path)), seed=0)
     save_adapter(adapt("llama", LoraSettings(rank=4, alpha=12.0, target_modules=("q_proj",))), tmp_path)
     with pytest.raises(ConfigError, match="down_proj.lora_A.weight' is not in it"):
-        apply_lora(build("llama"), LoraSettings(rank=4, alpha=12.0, path=str(tmp_path)), seed=0)
+        apply_lora(build("llama"), LoraSettings(target_modules="all-linear", path=str(tmp_path)), seed=0)
     (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
     with pytest.raises(ConfigError, match=r"no adapter_model.safetensors in .* saved as safetensors"):
         check_lora(LoraSettings(rank=4, alpha=12.0, path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (
+            "adapter_config.json",
+            b'{"peft_type": "LORA"',
+            "adapter_config.json in .* is damaged: .*; give a PEFT adapter",
+        ),
+        ("adapter_config.json", b"\xff\xfe", "adapter_config.json in .* is damaged: .*; give a PEFT adapter"),
+        ("adapter_config.json", b"[]", "adapter_config.json in .* holds no keys; give a PEFT adapter"),
+        ("adapter_config.json", b'{"peft_type": "LORA"}', "has r null and lora_alpha null, which have to be numbers"),
+        ("adapter_model.safetensors", b"", "adapter_model.safetensors in .* is damaged: .*; give a PEFT adapter"),
+    ],
+)
+def test_a_damaged_adapter_is_told_in_one_sentence(file, content, message, tmp_path):
+    save_adapter(adapt("llama"), tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        apply_lora(build("llama"), LoraSettings(rank=4, alpha=12.0, path=str(tmp_path)), seed=0)
 
 
 def test_an_adapter_directory_is_not_taken_for_a_model(tmp_path):
@@ -468,9 +492,65 @@ def test_an_adapter_directory_is_not_taken_for_a_model(tmp_path):
     save_model(model, None, tmp_path)
     save_adapter(model, tmp_path)
     with pytest.raises(
-        UnsupportedModelError, match="holds an adapter .* base model, and the adapter as train.lora.path"
+        UnsupportedModelError,
+        match="is a LoRA adapter, not a model; set model.path to its base and model.adapter=.*train.lora.path=",
     ):
         load_model(tmp_path)
+
+
+def test_what_is_not_set_comes_from_the_adapter(tmp_path):
+    save_adapter(adapt("llama", LoraSettings(rank=3, alpha=1.5, rslora=True, target_modules=("v_proj",))), tmp_path)
+    form = resolve_lora(LoraSettings(path=str(tmp_path)))
+    assert form == AdapterForm(rank=3, alpha=1.5, rslora=True, target_modules=("v_proj",))
+    assert resolve_lora(LoraSettings(alpha=1.5, path=str(tmp_path))) == form
+    new = AdapterForm(rank=16, alpha=32.0, rslora=False, target_modules="all-linear")
+    assert resolve_lora(LoraSettings()) == new and resolve_lora(LoraSettings(rank=4)).rank == 4
+    with pytest.raises(
+        ConfigError, match="train.lora.rslora is false, but the adapter in .* has true; leave train.lora.rslora out"
+    ):
+        resolve_lora(LoraSettings(rslora=False, path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(target_modules="model.*_proj"), dict(target_modules=["q_proj", "v_proj"], layers_to_transform=[1])],
+    ids=str,
+)
+def test_an_adapter_made_by_a_pattern_is_gone_on_with_at_its_own_layers(changes, tmp_path):
+    layers = ("layers.1.self_attn.q_proj", "layers.1.self_attn.v_proj")
+    first = adapt("llama", LoraSettings(rank=2, target_modules=layers))
+    save_adapter(first, tmp_path)
+    rewrite(tmp_path, **changes)
+    second = build("llama")
+    apply_lora(second, LoraSettings(path=str(tmp_path)), seed=0)
+    assert len(adapter_weights(second)) == 4 and torch.equal(compute(second), compute(first))
+
+
+@tied_or_not
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_adapter_is_merged_into_a_model_as_an_export_has_it(dtype, tied, tmp_path):
+    adapted = adapt("qwen3", LoraSettings(rank=4, alpha=12.0, rslora=True), tied=tied, dtype=dtype)
+    save_adapter(adapted, tmp_path)
+    model = build("qwen3", tied=tied, dtype=dtype)
+    model.module.name_or_path = "base"
+    merge_adapter(model, tmp_path, "model.adapter")
+    assert not has_adapter(model) and model.module.name_or_path == ""
+    expected = dict(iter_merged_weights(adapted))
+    own = dict(model.module.named_parameters())
+    assert own.keys() == expected.keys() and all(torch.equal(own[name], weight) for name, weight in expected.items())
+    assert all(weight.requires_grad for weight in own.values())
+
+
+def test_an_adapter_of_another_model_is_not_merged(tmp_path):
+    save_adapter(adapt("llama"), tmp_path)
+    model = build("qwen3")
+    before = {name: weight.detach().clone() for name, weight in model.module.named_parameters()}
+    with pytest.raises(
+        ConfigError,
+        match="^model.adapter: the adapter in .* does not fit the model at layer 'model.layers.0.*trained on",
+    ):
+        merge_adapter(model, tmp_path, "model.adapter")
+    assert all(torch.equal(before[name], weight) for name, weight in model.module.named_parameters())
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+import torch
 
 from hybridflow.cli.main import main
 from hybridflow.config import ConfigError, load_config
@@ -205,7 +206,7 @@ def test_trainers_that_share_a_model(task: Path) -> None:
         "+train.parallel_config={tensor_parallel_size: 2, shard: 0}",
     )  # fmt: skip
     assert plan.facts["layout"] == "data 2 × sequence 1 × tensor 2; weights in 2 shards, 1 copy"
-    assert "GiB" in plan.facts["memory"]
+    assert "MiB" in plan.facts["memory"]
     assert calls_of(plan) == (
         "phase rollout\n"
         "  1  actor.refresh              each of 4\n"
@@ -284,13 +285,47 @@ def test_a_plan_leaves_nothing_behind(task: Path) -> None:
         (["sampling.temperature=0"], "sampling.temperature: 0 draws the same sample for a whole group"),
         (["reward.function=null"], "reward.function: "),
         (["+runtime.placement.device_map={aktor: 'cpu:0'}"], "runtime.placement.device_map.aktor: 'aktor' is not a role of this run"),
-        ([*ON_RAY, "+runtime.placement.device_map={actor: 'cpu:7-8'}"], "runtime.placement.device_map.actor: 'cpu:7-8' asks for 2 CPUs"),
+        ([*ON_RAY, "+runtime.placement.device_map={actor: 'cpu:0-1'}", "train.parallel_config.shard=3"], "train.parallel_config.shard: 3"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_as_the_run_would(task: Path, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_of_rl(task, *words)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "actor"),
+    [
+        ("gpu:0-7", "an assumed node (8 GPUs, 2 CPUs)", "8 workers, one gang  gpu:0-7"),
+        (
+            "gpu:0-11",
+            "assumed node 1 (8 GPUs, 2 CPUs); assumed node 2 (8 GPUs, 2 CPUs)",
+            "12 workers, one gang  gpu:0-7 of assumed node 1, gpu:0-3 of assumed node 2",
+        ),
+    ],
+)
+def test_devices_that_are_not_here_are_assumed_and_said_to_be(
+    task: Path, monkeypatch: pytest.MonkeyPatch, devices: str, nodes: str, actor: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    placed = f"+runtime.placement.device_map={{actor: '{devices}', reward: 'cpu:1'}}"
+    plan = plan_of_rl(task, *ON_RAY, placed, "+train.parallel_config.shard=0")
+    count = actor.split()[0]
+    assert plan.facts["layout"] == f"data {count} × sequence 1 × tensor 1; weights in {count} shards, 1 copy"
+    assert "gradient_checkpointing" in plan.facts["memory"]
+    text = format_plan(plan, graph=True)
+    assert f"\nplacement: {nodes}\n  actor   {actor}\n" in text
+    assert text.endswith("\n\nnot here: the cluster has 0 GPUs; these devices were assumed\n")
+
+
+def test_cores_that_are_not_here_are_assumed_too_and_the_run_refuses_them(task: Path) -> None:
+    words = rl_words(task, *ON_RAY, "+runtime.placement.device_map={actor: 'cpu:7-8'}")
+    config = load_config(RLConfig, config_name="quickstart_rl", overrides=words)
+    assert plan_rl(config).assumed == "not here: the cluster has 8 CPUs; these devices were assumed"
+    with pytest.raises(ConfigError, match=r"'cpu:7-8' asks for 2 CPUs up to cpu:8, but the cluster has 8 CPUs"):
+        plan_placement(config.runtime.placement, find_nodes(config.runtime), ("actor",))
+    assert plan_of_rl(task, *ON_RAY, "+runtime.placement.device_map={actor: 'cpu:6-7'}").assumed == ""
 
 
 @pytest.fixture

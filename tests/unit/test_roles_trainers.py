@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from hybridflow.config import ConfigError, check_config
 from hybridflow.models import LoraSettings
-from hybridflow.roles.policy import ModelSettings
+from hybridflow.models.families import UnsupportedModelError
+from hybridflow.roles.policy import ModelSettings, read_config
 from hybridflow.roles.trainers import check_training, describe_layout, describe_memory
 from hybridflow.train_engine import Layout, ParallelConfig, TrainSettings
 from hybridflow.types import Numerics
@@ -36,7 +38,7 @@ def settings_of(**parallel: Any) -> TrainSettings:
 def test_the_layout_follows_from_the_trainers_placed(model: ModelSettings) -> None:
     found = check_training(model, settings_of(tp=2, shard=0), "fast", 8)
     assert found == Layout(data=4, sequence=1, tensor=2, shard=4)
-    assert check_training(model, settings_of(tp=7), "fast", None) is None, "the cluster will tell how many there are"
+    assert check_training(model, settings_of(tp=2), "fast", None) is None, "the cluster will tell how many there are"
     assert check_training(model, settings_of(), "exact", 3) == Layout(data=3)
 
 
@@ -69,6 +71,64 @@ def test_an_adapter_is_not_split_over_matrices(model: ModelSettings) -> None:
         check_training(model, train, "fast", None)
 
 
+@pytest.mark.parametrize(
+    ("train", "numerics", "message"),
+    [
+        ({"gradient_checkpointing": "full"}, "exact", "train.gradient_checkpointing is full, but numerics 'exact'"),
+        ({"compile": True}, "exact", "train.compile is true, but numerics 'exact'"),
+        ({"liger": True}, "fast", "train.liger is true, but its kernels need a GPU"),
+        (
+            {"lora": {"target_modules": ["q_proj", "nope"]}},
+            "fast",
+            "train.lora.target_modules: 'nope' is no linear layer",
+        ),
+        ({"activation_offload": True}, "fast", "train.activation_offload is true, but the model is not on a GPU"),
+        (
+            {"offload": "optimizer"},
+            "fast",
+            "train.offload is optimizer, but the model is not on a GPU: what it would move is in the host's memory",
+        ),
+    ],
+)
+def test_what_the_layers_cannot_do_is_told_before_launch(
+    train: dict[str, Any], numerics: Numerics, message: str, model: ModelSettings
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_training(model, check_config(TrainSettings, train), numerics, 1)
+    assert str(caught.value).startswith(message)
+    assert "; " in str(caught.value), "a remedy follows"
+
+
+def test_parameters_on_the_host_need_shards(model: ModelSettings) -> None:
+    train = TrainSettings(offload="parameters", parallel_config=ParallelConfig(shard=0))
+    assert check_training(model, train, "fast", 2, "gpu") == Layout(data=2, shard=2)
+    with pytest.raises(ConfigError, match="^train.offload: 'parameters' keeps shards .* over 1 makes none; place more"):
+        check_training(model, train, "fast", 1, "gpu")
+
+
+def test_nobody_is_sent_for_trainers_that_the_model_cannot_use(model: ModelSettings) -> None:
+    with pytest.raises(ConfigError, match=r"tp: 3 does not divide the model's 2 key-value heads; .* set it to 1 or 2$"):
+        check_training(model, settings_of(tp=3), "fast", 1)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "nope"])
+def test_a_family_that_is_not_served_is_named(family: str, tmp_path: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    tokenizer.save_pretrained(tmp_path)
+    other = ModelSettings(config={"model_type": family}, tokenizer=str(tmp_path), device="cpu")
+    with pytest.raises(
+        UnsupportedModelError, match=f"model family '{family}' is not supported; hybridflow serves Llama"
+    ):
+        read_config(other)
+
+
+def test_the_placement_says_where_activations_are(model: ModelSettings) -> None:
+    train = TrainSettings(activation_offload=True, gradient_checkpointing="full")
+    assert check_training(model, train, "fast", 2, "gpu") == Layout(data=2)
+    with pytest.raises(ConfigError, match="the model is not on a GPU"):
+        check_training(model, train, "fast", 2, "cpu")
+
+
 def test_checkpointing_by_true_or_false_names_the_words(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gradient_checkpointing.*none.*selective.*full.*auto"):
         check_config(TrainSettings, {"gradient_checkpointing": True})
@@ -82,13 +142,15 @@ def test_a_layout_and_its_memory_are_told(model: ModelSettings) -> None:
     train = TrainSettings(gradient_checkpointing="none", micro_batch_tokens=2**20)
     whole = describe_memory(model, train, Layout(), None, None)
     total, _, parts = whole.partition(" GiB a trainer (")
-    numbers = [float(part.split()[1]) for part in parts.rstrip(")").split(", ")]
+    told = [part.split() for part in parts.rstrip(")").split(", ")]
+    numbers = [float(number) / (1024 if unit == "MiB" else 1) for _, number, unit in told]
+    assert {name: unit for name, _, unit in told}["weights"] == "MiB" and numbers[0] > 0
     assert [part.split()[0] for part in parts.split(", ")] == [
         "weights",
         "gradients",
         "optimizer",
         "activations",
-        "logits",
+        "backward",
     ]
     assert float(total) == pytest.approx(sum(numbers), abs=0.3) and numbers[3] > 1.0
     halved = float(describe_memory(model, train, Layout(sequence=2), None, None).split()[0])

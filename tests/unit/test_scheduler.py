@@ -282,7 +282,7 @@ def added(state: int, *labels: int) -> int:
 
 def keeper_of(ref: Ref[Any]) -> str:
     """The node that keeps a result."""
-    node_id: str = ref.handle.task.only_result().node_id
+    node_id: str = ref.handle.task.results[0].node_id
     return node_id
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,11 +22,11 @@ from hybridflow.train_engine.backends import (
     FusedKernels,
     apply_kernels,
     apply_liger,
-    check_attention_precision,
     check_precision,
 )
-from hybridflow.train_engine.layers import CheckpointingSetting, HostInputs, LayerMode, TrainLayers, resolve_layers
-from hybridflow.train_engine.memory import OutOfMemoryError, Workload, compute_memory, read_shape
+from hybridflow.train_engine.host_inputs import HostInputs
+from hybridflow.train_engine.layers import CheckpointingSetting, TrainLayers, plan_compile, resolve_layers
+from hybridflow.train_engine.memory import LayerMode, ModelShape, OutOfMemoryError, Workload, compute_memory, read_shape
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
@@ -49,7 +50,14 @@ def build_model(dtype: torch.dtype = torch.float64, **changes: Any) -> LanguageM
 
 
 def build_workload(model: LanguageModel, tokens: int = 64) -> Workload:
-    return Workload(read_shape(model.config), model.dtype, tokens)
+    return Workload(read_shape(model.config), model.dtype, tokens, on_gpu=model.device.type == "cuda")
+
+
+def resolve(model: LanguageModel, workload: Workload, budget_bytes: int, **asked: Any) -> LayerMode:
+    """By these settings, all others left to us."""
+    return resolve_layers(
+        model, workload, budget_bytes, **{"checkpointing": "auto", "compiled": "auto", "offload": False, **asked}
+    )
 
 
 def build_layers(model: LanguageModel, **mode: Any) -> TrainLayers:
@@ -286,15 +294,15 @@ def test_settings_that_cannot_be_are_refused(name: str) -> None:
     of_model, asked, message = REFUSED[name]
     model = build_model(**of_model)
     with pytest.raises(ConfigError, match=message):
-        resolve_layers(model, build_workload(model), 2**30, **asked)
+        resolve(model, build_workload(model), 2**30, **asked)
 
 
 def test_offload_without_full_checkpointing_is_refused() -> None:
     model = build_model()
     model.device = torch.device("cuda")
     with pytest.raises(ConfigError, match="train.gradient_checkpointing is selective; write full there"):
-        resolve_layers(model, build_workload(model), 2**30, checkpointing="selective", offload=True)
-    mode = resolve_layers(model, build_workload(model), 2**40, checkpointing="auto", offload=True, compiled=False)
+        resolve(model, build_workload(model), 2**30, checkpointing="selective", offload=True)
+    mode = resolve(model, build_workload(model), 2**40, checkpointing="auto", offload=True, compiled=False)
     assert mode == LayerMode("full", compiled=False, offload=True, auto=True)
 
 
@@ -306,7 +314,7 @@ def test_a_bool_of_an_old_configuration_is_refused_with_what_to_write() -> None:
         gradient_checkpointing: CheckpointingSetting = "none"
         """How."""
 
-    with pytest.raises(ConfigError, match=r"gradient_checkpointing: is true, but .* write full"):
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing is true, but .* write full"):
         Old(gradient_checkpointing=True)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"gradient_checkpointing is 'fulll'.*nearest is full"):
         Old(gradient_checkpointing="fulll")  # type: ignore[arg-type]
@@ -316,16 +324,33 @@ def test_a_bool_of_an_old_configuration_is_refused_with_what_to_write() -> None:
 def test_auto_takes_the_fastest_mode_that_fits_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model = build_model()
     workload = build_workload(model, tokens=4096)
-    totals = {mode: compute_memory(workload, checkpointing=mode, compiled=False).total for mode in MODES}
+    totals = {mode: compute_memory(workload, LayerMode(mode)).total for mode in MODES}
     assert totals["none"] > totals["selective"] > totals["full"]
     for mode, there in totals.items():
-        assert resolve_layers(model, workload, there) == LayerMode(mode, auto=True)
+        assert resolve(model, workload, there) == LayerMode(mode, auto=True)
         assert len(caplog.records) == (0 if mode == "none" else 1)
         assert all(f"auto takes {mode}: a micro-batch of 4096 tokens" in line.getMessage() for line in caplog.records)
         caplog.clear()
-    assert resolve_layers(model, workload, 1).checkpointing == "full"
+    assert resolve(model, workload, 1).checkpointing == "full"
     exact = build_model(**EXACT)
-    assert resolve_layers(exact, workload, 1) == LayerMode("none")
+    assert resolve(exact, workload, 1) == LayerMode("none")
+
+
+SHAPE = ModelShape(2, 64, 128, 4, 2, 64, 100)
+AUTO_COMPILES = {
+    "a GPU": (Workload(SHAPE, torch.bfloat16, 64), True),
+    "a CPU": (Workload(SHAPE, torch.bfloat16, 64, on_gpu=False), False),
+    "no kernel for the numbers": (Workload(SHAPE, torch.float32, 64), False),
+    "no kernel for the heads": (Workload(replace(SHAPE, head_dim=20), torch.bfloat16, 64), False),
+    "no kernel with a softcap": (Workload(replace(SHAPE, attention_softcap=50.0), torch.bfloat16, 64), False),
+}
+
+
+@pytest.mark.parametrize("name", AUTO_COMPILES)
+def test_auto_compiles_where_a_kernel_serves_packed_rows(name: str) -> None:
+    workload, expected = AUTO_COMPILES[name]
+    assert plan_compile("auto", workload) is expected
+    assert plan_compile(True, workload) and not plan_compile(False, workload)
 
 
 def run_out(layers: TrainLayers, model: LanguageModel, *modes: str) -> Callable[[], float]:
@@ -458,15 +483,9 @@ def test_precisions_that_would_not_hold_are_refused(name: str) -> None:
     check_precision(torch.float64, torch.device(device))
 
 
-def test_autocast_tf32_and_half_precision_attention_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_tf32_and_emulated_bfloat16_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ConfigError, match="float32 passes in bfloat16"):
         check_precision(torch.float32, torch.device("cpu"))
-    for kernel in ("flash", "cudnn"):
-        with pytest.raises(
-            ConfigError, match=f"attention by {kernel} computes in bfloat16, but model.dtype is float64"
-        ):
-            check_attention_precision(kernel, torch.float64)
-        check_attention_precision(kernel, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     check_precision(torch.float32, torch.device("cuda"))
     torch.set_float32_matmul_precision("high")

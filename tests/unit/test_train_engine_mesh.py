@@ -73,11 +73,32 @@ def test_the_layout_follows_from_the_degrees_and_the_trainers() -> None:
         (ParallelConfig(tp=2, sp=2), 6, "tp=2 and sp=2 need a multiple of 4 trainers, but there are 6"),
         (ParallelConfig(dp=2), 4, "parallel_config.dp: 2 does not fit 4 trainers .* set it to 4"),
         (ParallelConfig(shard=3), 4, "parallel_config.shard: 3 does not divide the 4 trainers"),
+        (ParallelConfig(tp=2, shard=2), 2, "parallel_config.shard: 2 does not divide the 1 trainer of dp"),
     ],
 )
 def test_degrees_that_do_not_fit_are_named(config: ParallelConfig, size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_layout(config, size)
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "needed"),
+    [
+        (ParallelConfig(shard=2), "shard=2", 2),
+        (ParallelConfig(tp=3), "tp=3", 3),
+        (ParallelConfig(dp=4), "dp=4", 4),
+        (ParallelConfig(tp=2, sp=2, shard=4), "tp=2 and sp=2 and shard=4", 8),
+        (ParallelConfig(sp=2, shard=0), "sp=2", 2),
+    ],
+)
+def test_one_trainer_is_told_how_to_become_more(config: ParallelConfig, asked: str, needed: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_layout(config, 1)
+    assert str(caught.value) == (
+        f"train.parallel_config: {asked} takes {needed} trainers or a multiple, but there is 1 trainer; more need runtime.kind=ray with "
+        f'runtime.placement.device_map={{actor: "gpu:0-{needed - 1}"}} (or cpu:0-{needed - 1})'
+    )
+    assert plan_layout(config, needed).size == needed
 
 
 def test_heads_that_cannot_be_split_are_named() -> None:
@@ -89,6 +110,38 @@ def test_heads_that_cannot_be_split_are_named() -> None:
         check_heads(Layout(tensor=4), 8, 2)
     with pytest.raises(ConfigError, match=r"parallel_config.sp: 8 does not divide the 4 attention heads of a rank"):
         check_heads(Layout(tensor=2, sequence=8), 8, 2)
+
+
+@settings(deadline=None, max_examples=60)
+@given(degrees, st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))
+def test_the_degrees_that_are_named_are_those_that_work(kv_heads: int, tensor: int, sequence: int, groups: int) -> None:
+    layout, heads = Layout(tensor=tensor, sequence=sequence), kv_heads * groups
+    try:
+        check_heads(layout, heads, kv_heads)
+    except ConfigError as error:
+        axis = "tensor" if ".tp: " in str(error) else "sequence"
+        named = [int(word) for word in str(error).rpartition("set it to ")[2].replace(" or ", ", ").split(", ")]
+        others = {"tensor": tensor if axis == "sequence" else 1}
+        assert named == [
+            degree for degree in range(1, 40) if _fits(Layout(**(others | {axis: degree})), heads, kv_heads)
+        ]
+
+
+def _fits(layout: Layout, heads: int, kv_heads: int) -> bool:
+    try:
+        check_heads(layout, heads, kv_heads)
+    except ConfigError:
+        return False
+    return True
+
+
+def test_the_sentence_about_heads_in_full() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_heads(Layout(tensor=3), 8, 4)
+    assert str(caught.value) == (
+        "train.parallel_config.tp: 3 does not divide the model's 8 attention heads; with 8 attention heads and 4 key-value heads, "
+        "set it to 1, 2 or 4"
+    )
 
 
 def test_alone_every_axis_is_the_identity_and_makes_no_group() -> None:

@@ -131,8 +131,8 @@ def test_a_micro_batch_without_rows_is_a_dummy_that_nothing_scores(degree: int) 
 
 
 def test_the_dummy_on_a_gpu_fills_tiles_of_every_part() -> None:
-    assert plan_part(1000, Ranks(), 128) == Part(0, 1024, 24)
-    assert plan_part(1024, Ranks(), 128) == Part(0, 1024, 0)
-    assert plan_part(1000, Ranks(1, 3), 128) == Part(384, 384, 152)
-    assert plan_part(0, Ranks(1, 2), 128) == Part(128, 128, 256)
-    assert plan_part(5, Ranks(), 1) == Part(0, 5, 0)
+    assert plan_part(1000, 0, 1, 128) == Part(0, 1024, 24)
+    assert plan_part(1024, 0, 1, 128) == Part(0, 1024, 0)
+    assert plan_part(1000, 1, 3, 128) == Part(384, 384, 152)
+    assert plan_part(0, 1, 2, 128) == Part(128, 128, 256)
+    assert plan_part(5, 0, 1, 1) == Part(0, 5, 0)

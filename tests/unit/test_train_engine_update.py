@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,8 +17,20 @@ from transformers import AutoModelForCausalLM
 
 from hybridflow.algorithms.losses import LossSum, MetricSum, Normalization, PolicyLoss, SFTLoss
 from hybridflow.batch import Batch
-from hybridflow.models import LanguageModel, fresh_model
-from hybridflow.train_engine import NonFiniteError, OptimizerSettings, ScheduleSettings, TrainEngine, TrainSettings
+from hybridflow.config import ConfigError
+from hybridflow.models import LanguageModel, LoraSettings, apply_lora, fresh_model
+from hybridflow.train_engine import (
+    Layout,
+    Mesh,
+    NonFiniteError,
+    OptimizerSettings,
+    Ranks,
+    ScheduleSettings,
+    TrainEngine,
+    TrainSettings,
+)
+from hybridflow.train_engine.mesh import Axis
+from hybridflow.train_engine.tensor_parallel import apply_tensor_parallel
 from hybridflow.types import Reduce, RowState
 
 VOCAB = 40
@@ -547,3 +559,50 @@ def test_a_state_of_another_form_is_refused_before_anything_changes() -> None:
             engine.load_state(tensors, {"steps_taken": 3, "skipped_in_a_row": 0})
     assert equal(state(engine), before)
     assert engine.state_json()["steps_taken"] == 0
+
+
+def test_an_adapters_state_is_of_one_scale() -> None:
+    pytest.importorskip("peft", reason="peft is an extra; pip install 'hybridflow[lora]'")
+
+    def start(**how: Any) -> TrainEngine:
+        return TrainEngine(build_model(), TrainSettings(lora=LoraSettings(rank=4, **how)))
+
+    first, doubled, same = start(alpha=8.0), start(alpha=16.0), start(alpha=4.0, rslora=True)
+    before = state(doubled)
+    with pytest.raises(
+        ValueError, match="trained at a scale of 2, and train.lora makes it 4 .*; resume with the train.lora.alpha"
+    ):
+        doubled.load_state(state(first), first.state_json())
+    with pytest.raises(
+        ValueError, match="checkpoint is of an older version of hybridflow, .*; go on with that version"
+    ):
+        doubled.load_state(state(first), {"steps_taken": 0, "skipped_in_a_row": 0})
+    assert equal(state(doubled), before)
+    same.load_state(state(first), first.state_json())
+
+
+def test_a_model_with_an_adapter_is_not_split_over_matrices() -> None:
+    pytest.importorskip("peft", reason="peft is an extra; pip install 'hybridflow[lora]'")
+    model = build_model()
+    apply_lora(model, LoraSettings(rank=4), seed=0)
+    mesh = Mesh(Layout(tensor=2), {axis: Ranks() for axis in get_args(Axis)})
+    with pytest.raises(ConfigError, match="train.parallel_config.tp: a model with an adapter cannot be split"):
+        apply_tensor_parallel(model, mesh)
+
+
+def test_an_adapter_goes_on_beside_its_own_base() -> None:
+    pytest.importorskip("peft", reason="peft is an extra; pip install 'hybridflow[lora]'")
+
+    def start(model: LanguageModel) -> TrainEngine:
+        return TrainEngine(model, TrainSettings(lora=LoraSettings(rank=4)))
+
+    first, moved = start(build_model()), build_model()
+    with torch.no_grad():
+        next(moved.module.parameters())[0, 0] += 1e-3
+    moved.module.name_or_path = "models/moved"
+    second = start(moved)
+    with pytest.raises(
+        ValueError, match="trained on other base weights than 'models/moved' holds; resume with the model.path"
+    ):
+        second.load_state(state(first), first.state_json())
+    start(build_model()).load_state(state(first), first.state_json())

@@ -21,6 +21,7 @@ from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, Validati
 from pydantic.dataclasses import dataclass
 
 from hybridflow.config import HybridflowError
+from hybridflow.types import Box
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT: Literal[2] = 2
@@ -117,7 +118,7 @@ def check_manifest(manifest: Manifest) -> None:
             raise CheckpointError(
                 f"{where} has two types or shapes: {sorted({(b.dtype, b.global_shape) for b in boxes})}"
             )
-        if not all(_fits(box) for box in boxes):
+        if not all(map(fits, boxes)):
             raise CheckpointError(f"{where} has a shard outside its shape {boxes[0].global_shape}")
         for (first, a), (second, b) in combinations(pieces, 2):
             if intersect(a.offsets, a.shape, b.offsets, b.shape) is not None:
@@ -157,6 +158,11 @@ def intersect(
     return (start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
 
+def to_slices(shared: tuple[tuple[int, ...], tuple[int, ...]], origin: tuple[int, ...]) -> tuple[slice, ...]:
+    """Where what two boxes share, as `intersect` gives it, lies in the one that begins at `origin`."""
+    return tuple(slice(start - o, stop - o) for start, stop, o in zip(*shared, origin, strict=True))
+
+
 def describe_file(path: Path) -> FileRecord:
     """Size and checksum of a file as it is."""
     with open(path, "rb") as file:
@@ -164,7 +170,8 @@ def describe_file(path: Path) -> FileRecord:
     return FileRecord(path.stat().st_size, digest)
 
 
-def _fits(box: TensorShard) -> bool:
+def fits(box: TensorShard | Box) -> bool:
+    """Whether the box lies within its tensor."""
     same = len(box.shape) == len(box.global_shape) == len(box.offsets)
     return same and all(o + n <= g for o, n, g in zip(box.offsets, box.shape, box.global_shape, strict=True))
 

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,23 +23,18 @@ from hybridflow.checkpoint.manifest import (
     Manifest,
     TensorShard,
     describe_file,
+    fits,
     intersect,
     iter_tensors,
     read_manifest,
+    to_slices,
 )
+from hybridflow.types import Box
 
 _log = logging.getLogger(__name__)
 _Pieces = list[tuple[str, TensorShard]]
-_DTYPES = {name: getattr(torch, name) for name in get_args(Dtype)}
-
-
-@dataclass(frozen=True)
-class Box:
-    """A part of a tensor that a rank wants: rows 128 to 255 of an embedding are `Box((256, 64), offsets=(128, 0), shape=(128, 64))`."""
-
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
+_ADAPTER = ".lora_"
+DTYPES = {name: getattr(torch, name) for name in get_args(Dtype)}
 
 
 @dataclass(frozen=True)
@@ -80,11 +75,12 @@ class Checkpoint:
             }
 
     def load_boxes(self, role: str, boxes: Mapping[str, Box]) -> dict[str, Tensor]:
-        """A box of each tensor of a role, as a rank of any layout holds them.
+        """A box of each tensor of a role, as a rank of any layout holds them; only the shards that they touch are read.
 
-        Raises CheckpointError for a tensor that is only here, only in the checkpoint, or of another shape there.
+        Raises CheckpointError for a tensor that is only here, only in the checkpoint, or of another shape there, and a box outside.
         """
         saved = {name: pieces for (owner, name), pieces in iter_tensors(self.manifest.shards) if owner == role}
+        _check_adapters(self.path, saved, boxes)
         for name in sorted(saved.keys() ^ boxes.keys())[:1]:
             where = f"is in {self.path}, but this run has none" if name in saved else f"is not in {self.path}"
             raise CheckpointError(f"tensor '{name}' of {role} {where}; resume with the same model and train.lora")
@@ -93,25 +89,35 @@ class Checkpoint:
             for name, box in boxes.items():
                 there = saved[name][0][1].global_shape
                 if there != box.global_shape:
+                    _check_rank(self.path, name, there, box.global_shape)
                     raise CheckpointError(
                         f"tensor '{name}' of {role} is {list(there)} in {self.path} and {list(box.global_shape)} here; "
                         "resume with the same model"
                     )
+                if not fits(box):
+                    raise CheckpointError(f"tensor '{name}' of {role} has no such box: {box}")
                 loaded[name] = reader.read(name, saved[name], box.offsets, box.shape)
             return loaded
 
-    def load_region(self, role: str, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """One box of one tensor, as another layout wants it; only the shards that it touches are read."""
-        pieces = dict(iter_tensors(self.manifest.shards)).get((role, name))
-        if pieces is None:
-            raise CheckpointError(f"{self.path} has no tensor '{name}' of {role}")
-        sizes = pieces[0][1].global_shape
-        if len(offsets) != len(sizes) or any(
-            not 0 <= o <= o + n <= g for o, n, g in zip(offsets, shape, sizes, strict=True)
-        ):
-            raise CheckpointError(f"tensor '{name}' has the shape {sizes}, and no box at {offsets} of {shape}")
-        with ExitStack() as stack:
-            return _Reader(self.path, stack).read(name, pieces, offsets, shape)
+
+def _check_adapters(path: Path, saved: Collection[str], wanted: Collection[str]) -> None:
+    """Raises CheckpointError where one side has an adapter and the other none, or not on the same layers."""
+    there, here = ({name for name in names if _ADAPTER in name} for names in (saved, wanted))
+    if there and not here:
+        raise CheckpointError(
+            f"{path}: this run trained an adapter (train.lora); set it again, as in the run's config.yaml"
+        )
+    if here and not there:
+        raise CheckpointError(f"{path}: this run trained all weights, without an adapter; take train.lora out again")
+    if there != here:
+        raise CheckpointError(
+            f"{path}: the saved adapter is on other layers; set train.lora.target_modules as in the run's config.yaml"
+        )
+
+
+def _check_rank(path: Path, name: str, there: tuple[int, ...], here: tuple[int, ...]) -> None:
+    if f"{_ADAPTER}A." in name and there[1:] == here[1:]:
+        raise CheckpointError(f"{path}: the saved adapter has rank {there[0]}: set train.lora.rank={there[0]}")
 
 
 def newest_checkpoint(root: str | os.PathLike[str]) -> Checkpoint | None:
@@ -208,11 +214,11 @@ class _Reader:
         file, box = pieces[0]
         if (box.offsets, box.shape) == (offsets, shape):
             return self._fetch(file, name, box, None)
-        region = torch.empty(shape, dtype=_DTYPES[box.dtype])
+        region = torch.empty(shape, dtype=DTYPES[box.dtype])
         for file, box in pieces:
             shared = intersect(offsets, shape, box.offsets, box.shape)
             if shared is not None:
-                region[_slices(shared, offsets)] = self._fetch(file, name, box, _slices(shared, box.offsets))
+                region[to_slices(shared, offsets)] = self._fetch(file, name, box, to_slices(shared, box.offsets))
         return region
 
     def _fetch(self, file: str, name: str, box: TensorShard, part: tuple[slice, ...] | None) -> Tensor:
@@ -223,12 +229,8 @@ class _Reader:
             tensor: Tensor = self._open[file].get_tensor(name) if part is None else view[part]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self._path / file}, tensor '{name}': {error}") from error
-        if tuple(view.get_shape()) != box.shape or tensor.dtype != _DTYPES[box.dtype]:
+        if tuple(view.get_shape()) != box.shape or tensor.dtype != DTYPES[box.dtype]:
             raise CheckpointError(
                 f"{self._path / file}, tensor '{name}': not {box.dtype} {box.shape} as the manifest says"
             )
         return tensor
-
-
-def _slices(shared: tuple[tuple[int, ...], tuple[int, ...]], origin: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(start - o, stop - o) for start, stop, o in zip(*shared, origin, strict=True))

@@ -28,22 +28,26 @@ from hybridflow.checkpoint.manifest import (
     write_manifest,
 )
 from hybridflow.checkpoint.reader import find_damage, scan, step_of
+from hybridflow.types import Box
 
-Boxes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-"""Global shape and offsets of each tensor of which this writer has a part."""
+_NO_BOXES: Mapping[str, Box] = {}
 
 
 def write_shard(
-    path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None = None, boxes: Boxes | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any] | None = None,
+    boxes: Mapping[str, Box] = _NO_BOXES,
 ) -> ShardEntry:
     """Write one shard to a path from `CheckpointWriter.shard_path`, in whichever process has the tensors; flushed to disk.
 
-    tensors: on any device; they must not change meanwhile. Those not in `boxes` are whole.
+    tensors: on any device; they must not change meanwhile.
     state:   what else the writer must know again; plain JSON.
+    boxes:   where each tensor of which this writer has a part lies in the whole; those not named are whole.
     """
-    state, boxes = dict(state or {}), boxes or {}
+    state = dict(state or {})
     _check_json(state, "state")
-    placed = {name: _box(name, tensor, boxes.get(name)) for name, tensor in tensors.items()}
+    placed = {name: _place(name, tensor, boxes.get(name)) for name, tensor in tensors.items()}
     save_file(_separate(tensors), path)
     _flush(path)
     role, rank = path.parent.name, int(path.stem.removeprefix("rank_"))
@@ -169,15 +173,15 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _box(name: str, tensor: Tensor, placed: tuple[tuple[int, ...], tuple[int, ...]] | None) -> TensorShard:
+def _place(name: str, tensor: Tensor, box: Box | None) -> TensorShard:
     shape = tuple(tensor.shape)
-    global_shape, offsets = placed or (shape, (0,) * len(shape))
+    box = box or Box(shape, (0,) * len(shape), shape)
     dtype: Any = str(tensor.dtype).removeprefix("torch.")
     if dtype not in get_args(Dtype):
         raise CheckpointError(
             f"tensor '{name}' is {dtype}, which a checkpoint does not keep; it keeps {get_args(Dtype)}"
         )
-    return TensorShard(dtype, shape, tuple(global_shape), tuple(offsets))
+    return TensorShard(dtype, shape, box.global_shape, box.offsets)
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ class Command:
 
     load: imports what the command needs; returns its settings class and the function that takes such settings.
     show: writes what that function returned to standard output.
+    starts_from: shipped configurations that it may start from; None is the one of its name, () where there is nothing to set.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Command:
     examples: tuple[str, ...]
     load: Callable[[], tuple[type[Any], Callable[[Any], Any]]]
     show: Callable[[Any], None]
+    starts_from: tuple[str, ...] | None = None
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Adds options that this command alone has."""
@@ -50,46 +52,53 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser(command: Command) -> Parser:
     """The parser of one command's arguments."""
-    shipped = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.yaml")))
+    shipped = (command.name,) if command.starts_from is None else command.starts_from
+    starts_from = " or ".join(f"{name}.yaml" for name in shipped)
     examples = "".join(f"  {example}\n" for example in command.examples)
     parser = Parser(
         prog=f"hybridflow {command.name}",
         description=command.summary,
-        epilog=f"{_OVERRIDES}\nexamples:\n{examples}\nshipped configurations: {shipped} (in {SHIPPED})",
+        epilog=f"{_OVERRIDES}\nexamples:\n{examples}\nstarts from {starts_from} in {SHIPPED}"
+        if shipped
+        else f"examples:\n{examples}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the configuration, see below")
-    parser.add_argument(
-        "--config-path", metavar="DIR", help="your folder of YAML; the shipped one is searched after it"
-    )
-    parser.add_argument(
-        "--config-name", metavar="NAME", help="the YAML to start from (default: the one that has the command's name)"
-    )
-    parser.add_argument(
-        "--print-config", action="store_true", help="print the configuration, all defaults filled in, and stop"
-    )
+    _add_configuration(parser, shown=bool(shipped))
     command.add_options(parser)
     return parser
+
+
+def _add_configuration(parser: Parser, *, shown: bool) -> None:
+    helps = {
+        "overrides": "changes to the configuration, see below",
+        "--config-path": "your folder of YAML; the shipped one is searched after it",
+        "--config-name": "the YAML to start from (default: the one that has the command's name)",
+        "--print-config": "print the configuration, all defaults filled in, and stop",
+    }
+    told = helps if shown else dict.fromkeys(helps, argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=told["overrides"])
+    parser.add_argument("--config-path", metavar="DIR", help=told["--config-path"])
+    parser.add_argument("--config-name", metavar="NAME", help=told["--config-name"])
+    parser.add_argument("--print-config", action="store_true", help=told["--print-config"])
 
 
 def run(command: Command, parsed: argparse.Namespace) -> None:
     """Load the command's settings from its parsed arguments and do what it says."""
     # Pydantic, Hydra and what the command needs take longer to import than `--help` may run.
-    from hybridflow.config import load_config, to_yaml
+    from hybridflow.config import describe_config, load_config
 
     command = command.choose(parsed)
     settings_class, function = command.load()
-    config = load_config(
-        settings_class,
-        config_path=parsed.config_path,
-        config_name=parsed.config_name or command.name,
-        overrides=parsed.overrides,
-    )
+    source = {
+        "config_path": parsed.config_path,
+        "config_name": parsed.config_name or command.name,
+        "overrides": parsed.overrides,
+    }
     if parsed.print_config:
-        print(to_yaml(config), end="")
+        print(describe_config(settings_class, **source), end="")
     else:
-        command.show(function(config))
+        command.show(function(load_config(settings_class, **source)))
 
 
 def print_json(result: dict[str, Any]) -> None:

@@ -47,4 +47,5 @@ COMMAND = DoctorCommand(
     examples=("hybridflow doctor", "hybridflow doctor --json"),
     load=load,
     show=show,
+    starts_from=(),
 )

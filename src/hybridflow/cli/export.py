@@ -15,10 +15,11 @@ def load() -> tuple[type[Any], Callable[[Any], Any]]:
 
 COMMAND = Command(
     name="export",
-    summary="Write a checkpoint as a Hugging Face directory that transformers loads.",
+    summary="Write a checkpoint as a Hugging Face directory that transformers loads; a LoRA checkpoint as a PEFT adapter directory.",
     examples=(
         "hybridflow export checkpoint=runs/default/first output=models/first",
         "hybridflow export checkpoint=runs/default/first/checkpoints/step_00000100 output=models/early dtype=bfloat16",
+        "hybridflow export checkpoint=runs/default/lora output=models/lora merge=true",
     ),
     load=load,
     show=print,

@@ -65,4 +65,5 @@ COMMAND = PlanCommand(
     ),
     load=load_rl,
     show=print,
+    starts_from=tuple(LOADS),
 )

@@ -20,6 +20,7 @@ from hybridflow.config import schema
 from hybridflow.config.errors import ConfigError
 from hybridflow.config.explain import explain_unknown, shown
 
+MISSING = "???"
 SHIPPED = Path(str(importlib.resources.files("hybridflow"))) / "configs"
 
 
@@ -31,13 +32,19 @@ class ShippedConfigs(SearchPathPlugin):
 
 
 def compose_values(
-    cls: type, *, config_path: str | Path | None, config_name: str, overrides: Sequence[str]
+    cls: type,
+    *,
+    config_path: str | Path | None,
+    config_name: str,
+    overrides: Sequence[str],
+    keep_missing: bool = False,
 ) -> dict[str, Any]:
     """The composed, resolved configuration as plain values. `cls` says which keys exist; its values are not checked here.
 
     config_path: the user's directory of YAML, searched before the shipped one; None for the shipped one alone.
     config_name: a file there, with or without `.yaml`.
     overrides:   as in Hydra. Differs from it: a plain `a.b=c` may also set a key that `cls` has and the YAML leaves out.
+    keep_missing: a `???` stays; else it is refused.
     """
     directory = _existing_directory(config_path)
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
@@ -45,7 +52,10 @@ def compose_values(
     parsed = [_parse(text) for text in overrides]
     lines = [_widen(cls, override, directory) for override in parsed]
     try:
-        return _resolve(cls, _compose(directory, name, lines))
+        config = _compose(directory, name, lines)
+        if not keep_missing:
+            _refuse_missing(config)
+        return _resolve(cls, config)
     except MissingConfigException as error:
         raise ConfigError(_explain_missing_choice(name, error)) from None
     except ConfigCompositionException as error:
@@ -68,12 +78,15 @@ def _compose(directory: Path, name: str, overrides: list[str]) -> DictConfig:
         return compose(name, overrides)
 
 
-def _resolve(cls: type, config: DictConfig) -> dict[str, Any]:
-    missing = list(_iter_missing(OmegaConf.to_container(config, resolve=False)))
+def _refuse_missing(config: DictConfig) -> None:
+    missing = [".".join(path) for path in iter_missing(OmegaConf.to_container(config, resolve=False))]
     if missing:
         raise ConfigError(
             "\n".join(f"{key} is required and not set (the YAML says ???); set {key}=VALUE" for key in missing)
         )
+
+
+def _resolve(cls: type, config: DictConfig) -> dict[str, Any]:
     try:
         values = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -81,12 +94,13 @@ def _resolve(cls: type, config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in dict(values).items()}  # type: ignore[arg-type]
 
 
-def _iter_missing(node: Any, prefix: str = "") -> Iterator[str]:
+def iter_missing(node: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The paths at which plain values say `???`."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in items:
-        if value == "???":
-            yield f"{prefix}{key}"
-        yield from _iter_missing(value, f"{prefix}{key}.")
+        if value == MISSING:
+            yield (*above, str(key))
+        yield from iter_missing(value, (*above, str(key)))
 
 
 def _existing_directory(config_path: str | Path | None) -> Path:

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from hybridflow.config import schema
@@ -75,15 +76,39 @@ def _explain(cls: type, path: Path, group: list[ErrorDetails], root: str, values
     if kind in _MISSING:
         return f"{key} is required and not set; {_remedy(cls, path, key)}"
     if kind == "value_error":
-        return f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
+        return _after_key(key, str(first["ctx"]["error"]))
     if kind in ("literal_error", "enum"):
         return f"{key} is {shown(first['input'])}; {_choice(first['input'], first['ctx']['expected'])}"
     if kind == "string_pattern_mismatch" and (words := _WORDS.fullmatch(first["ctx"]["pattern"])):
         return f"{key} is {shown(first['input'])}; {_choice(first['input'], words[1].replace('|', ', '))}"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         return _explain_tag(key, first["ctx"])
+    if kind == "dataclass_type" and isinstance(first["input"], bool | int | float | str):
+        return f"{key} is {shown(first['input'])} and must be a section of keys; {_first_key(cls, path, key, first['input'])}"
     rule = " or ".join(dict.fromkeys(_rule(details) for details in group))
     return f"{key or 'the configuration'} is {shown(first['input'])} and must {rule}; {_remedy(cls, path, key)}"
+
+
+def _after_key(key: str, sentence: str) -> str:
+    """A sentence that says what the key `is` goes on from it."""
+    joint = " " if sentence.startswith("is ") else ": "
+    return f"{key}{joint}{sentence}" if key else sentence
+
+
+def _first_key(cls: type, path: Path, key: str, value: Any) -> str:
+    """`write train.lora.rank=8`: the section's first key that is no section, with the value that was given where that fits."""
+    for owner in schema.classes_at(cls, path):
+        for name, field in schema.fields(owner).items():
+            if not any(schema.iter_settings(field.annotation)):
+                return f"write {_first_that_fits(f'{key}.{name}', field, value)}"
+    return "correct it or leave it out"
+
+
+def _first_that_fits(key: str, field: FieldInfo, value: Any) -> str:
+    for candidate, text in ((value, shown(value)), ([value], f"[{shown(value)}]")):
+        if schema.accepts(field, candidate):
+            return f"{key}={text}"
+    return f"its keys, such as {key}"
 
 
 def _explain_tag(key: str, context: dict[str, Any]) -> str:

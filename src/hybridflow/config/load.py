@@ -10,10 +10,13 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from hybridflow.config import schema
 from hybridflow.config.errors import ConfigError
 from hybridflow.config.explain import explain_all
 
 T = TypeVar("T")
+
+_STAND_INS: tuple[Any, ...] = ("???", ["???"], 1, 0.5, True, {})
 
 
 def load_config(
@@ -30,6 +33,44 @@ def load_config(
 
     values = compose_values(cls, config_path=config_path, config_name=config_name, overrides=overrides)
     return check_config(cls, values)
+
+
+def describe_config(
+    cls: type[Any], *, config_name: str, config_path: str | Path | None = None, overrides: Sequence[str] = ()
+) -> str:
+    """The configuration that `load_config` would load, all defaults filled in, as YAML; what is still to be set stays `???`."""
+    from hybridflow.config.composition import MISSING, compose_values, iter_missing
+
+    values = compose_values(
+        cls, config_path=config_path, config_name=config_name, overrides=overrides, keep_missing=True
+    )
+    missing = list(iter_missing(values))
+    for path in missing:
+        _stand_in(cls, values, path)
+    plain = to_plain(check_config(cls, values))
+    for path in missing:
+        *above, last = schema.own_path(cls, path)
+        _descend(plain, above)[_key(last, _descend(plain, above))] = MISSING
+    return to_yaml(plain)
+
+
+def _stand_in(cls: type, values: Any, path: tuple[str, ...]) -> None:
+    """Puts something that is allowed there in place of a `???`, so that all else can be checked."""
+    owner, field = _descend(values, path[:-1]), schema.field_at(cls, path)
+    if field is not None and not field.is_required():
+        del owner[path[-1]]
+    elif field is not None:
+        owner[path[-1]] = next(value for value in _STAND_INS if schema.accepts(field, value))
+
+
+def _descend(node: Any, path: Sequence[str]) -> Any:
+    for part in path:
+        node = node[_key(part, node)]
+    return node
+
+
+def _key(part: str, node: Any) -> str | int:
+    return int(part) if isinstance(node, list) else part
 
 
 def check_config(cls: type[T], values: Mapping[str, Any]) -> T:

@@ -2,12 +2,13 @@
 
 import dataclasses
 import difflib
+import json
 import types
 import typing
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import AliasChoices
+from pydantic import AliasChoices, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 _NEAR = 0.6
@@ -60,6 +61,24 @@ def iter_settings(annotation: Any) -> Iterator[type]:
             yield from iter_settings(member)
     elif typing.get_origin(annotation) is typing.Annotated:
         yield from iter_settings(typing.get_args(annotation)[0])
+
+
+def accepts(field: FieldInfo, value: Any) -> bool:
+    """Whether a plain value, as YAML gives it, may stand at this field."""
+    try:
+        TypeAdapter(field.rebuild_annotation()).validate_json(json.dumps(value), strict=True)
+    except ValidationError:
+        return False
+    return True
+
+
+def own_path(cls: type, path: tuple[str, ...]) -> tuple[str, ...]:
+    """The path with each key under its field's own name."""
+    names = [
+        {part: own for owner in classes_at(cls, path[:depth]) for part, own in spellings(owner).items()}
+        for depth in range(len(path))
+    ]
+    return tuple(known.get(part, part) for known, part in zip(names, path, strict=True))
 
 
 def iter_keys(cls: type, prefix: str = "") -> Iterator[str]:
@@ -120,7 +139,14 @@ def nearest_key(cls: type, path: tuple[str, ...]) -> str | None:
         return section + sibling
     by_name = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
     alike = nearest(path[-1], list(by_name))
-    return by_name[alike] if alike else nearest(".".join(path), everywhere)
+    return by_name[alike] if alike else _nearest_whole(path, section if siblings else "", everywhere)
+
+
+def _nearest_whole(path: tuple[str, ...], section: str, everywhere: list[str]) -> str | None:
+    """The whole key that is most like the path. Below a section that there is, without its name, by which all keys there are alike."""
+    inside = [key.removeprefix(section) for key in everywhere if key.startswith(section)]
+    near = nearest(".".join(path).removeprefix(section), inside)
+    return None if near is None else section + near
 
 
 def _step(annotation: Any, part: str) -> Iterator[Any]:

@@ -69,14 +69,21 @@ class EvalConfig:
 
 @settings
 class ExportConfig:
-    """A checkpoint as a Hugging Face directory: `hybridflow export checkpoint=runs/p/n output=model`."""
+    """A checkpoint as a Hugging Face directory: `hybridflow export checkpoint=runs/p/n output=model`.
+
+    A LoRA checkpoint becomes a PEFT adapter directory, or with `merge=true` a whole model.
+    """
 
     checkpoint: str
     """A checkpoint's directory, or a run's, whose newest whole checkpoint is taken."""
     output: str
-    """Directory to write; must not hold a model yet."""
+    """Directory to write; must hold neither a model nor an adapter yet."""
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16)$")
     """Numbers of the written weights; `auto` keeps those of training."""
+    merge: bool = False
+    """Of a LoRA checkpoint, writes the whole model with the adapter merged in instead of the adapter alone."""
+    base: str | None = None
+    """With `merge`, directory of the adapter's base model; null takes the one that the checkpoint names."""
 
 
 def run_rl(
@@ -170,6 +177,14 @@ def _check_output(output: str | None) -> None:
         )
 
 
+def _check_free(output: Path) -> None:
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"output: '{output}' is a file; name a directory")
+    for file, what in (("adapter_config.json", "an adapter"), ("config.json", "a model")):
+        if (output / file).exists():
+            raise ConfigError(f"output: '{output}' holds {what} already ({file}); name a directory that does not")
+
+
 def _write(samples: Batch, output: str | None) -> None:
     if output is not None:
         samples.to_parquet(output)
@@ -177,6 +192,9 @@ def _write(samples: Batch, output: str | None) -> None:
 
 def run_export(config: ExportConfig) -> str:
     """Writes the checkpoint's weights with its configuration and tokenizer as a Hugging Face directory; returns it."""
+    _check_free(Path(config.output))
+    if config.base is not None and not config.merge:
+        raise ConfigError("base: is for merge=true alone; set that, or leave base out")
     source = Path(config.checkpoint)
     if not source.is_dir():
         raise ConfigError(f"checkpoint: '{source}' is no directory; give a checkpoint's directory or a run's")
@@ -185,7 +203,5 @@ def run_export(config: ExportConfig) -> str:
     )
     if checkpoint is None:
         raise ConfigError(f"checkpoint: '{source}' holds no whole checkpoint; give a checkpoint's directory or a run's")
-    if (Path(config.output) / "config.json").exists():
-        raise ConfigError(f"output: '{config.output}' holds a model already; name a directory that does not")
-    export_checkpoint(checkpoint, Path(config.output), config.dtype)
+    export_checkpoint(checkpoint, Path(config.output), config.dtype, merge=config.merge, base=config.base)
     return config.output

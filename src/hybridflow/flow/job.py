@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from hybridflow.checkpoint import Checkpoint, CheckpointWriter, newest_checkpoint, open_checkpoint, prune
 from hybridflow.config import ConfigError, Field, settings
+from hybridflow.config.explain import shown
 from hybridflow.flow.evaluation import EvaluationSettings, Evaluator
 from hybridflow.observability.phases import phase, phase_times, set_step
 from hybridflow.observability.progress import ProgressBar
@@ -62,7 +63,11 @@ class _SafePoint:
 
 
 class Job:
-    """One run. The loop iterates `steps()` and tells `after_step` what came of each."""
+    """One run. The loop iterates `steps()` and tells `after_step` what came of each.
+
+    shown:    metrics that the progress bar shows.
+    starting: told before the first step, while workers start; None where there is nothing to wait for.
+    """
 
     def __init__(
         self,
@@ -80,12 +85,14 @@ class Job:
         data: DataSource,
         sources: dict[str, str],
         shown: tuple[str, ...],
+        starting: str | None,
     ) -> None:
         self.run, self.runtime, self.actor = run, runtime, actor
         self.num_steps, self._kind = num_steps, kind
         self._checkpoint, self._evaluation, self._evaluator, self._data = checkpoint, evaluation, evaluator, data
         self._resume_from, self._config_yaml, self._sources = resume_from, config_yaml, sources
         self._last_evaluation: float | None = None
+        self._starting = starting
         self._progress = ProgressBar(run.path.name, num_steps, shown, enabled=run.settings.progress)
         self._safe: list[_SafePoint] = []
         self._told_skipped = False
@@ -93,14 +100,16 @@ class Job:
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do, from 1. Ends early when an evaluation reaches its goal or the data ends."""
         self.run.hold()
+        if self._starting is not None:
+            self._progress.tell(self._starting)
         done_steps = self._resume()
         self.run.open(self._config_yaml, resume_step=done_steps, sources=self._sources)
         if done_steps:
             left = self.num_steps - done_steps
-            todo = "nothing is left to do" if left <= 0 or self._ended() else f"{left} steps are left"
+            todo = "nothing is left to do" if left <= 0 or self._ended() else _describe_left(left)
             self._progress.tell(f"{self.run.path}: going on after step {done_steps}; {todo}")
         with self._progress:
-            self._step_started_s = time.perf_counter()
+            self._step_started_s, self._is_first = time.perf_counter(), True
             for step in range(done_steps + 1, self.num_steps + 1):
                 if self._ended():
                     break
@@ -121,7 +130,7 @@ class Job:
         # A snapshot of the step before may end after that step was closed.
         own = [span for span in spans if span.step == step]
         values |= {f"time/{name}_s": last(seconds) for name, seconds in phase_times(own).items()}
-        values |= self._time_step(values, spans) | self.runtime.metrics()
+        values |= self._time_step(values, spans, own) | self.runtime.metrics()
         self.run.log_phases(spans)
         self.run.log_recoveries(self.runtime.recoveries())
         self.run.log_metrics(step, values)
@@ -200,9 +209,14 @@ class Job:
         goal, reached = self._evaluation.stop_at, self._last_evaluation
         return self._data.exhausted or (goal is not None and reached is not None and reached >= goal)
 
-    def _time_step(self, values: Metrics, spans: list[Span]) -> Metrics:
+    def _time_step(self, values: Metrics, spans: list[Span], own: list[Span]) -> Metrics:
         now_s = time.perf_counter()
         seconds, self._step_started_s = now_s - self._step_started_s, now_s
+        if self._is_first:
+            # It begins with its first call: before that, workers start. Their clocks may be other nodes'.
+            since_first_call_s = time.time() - min((span.start_s for span in own), default=0.0)
+            seconds = since_first_call_s if 0 < since_first_call_s < seconds else seconds
+        self._is_first = False
         peak = max((span.peak_rss_bytes for span in spans), default=0.0)
         times = {"time/step_s": last(seconds), "memory/peak_rss_bytes": maximum(peak)}
         if "train/tokens" in values:
@@ -229,7 +243,7 @@ def find_run(
     run, mode, path = RunDirectory(settings, kind), checkpoint.resume_mode, checkpoint.resume_path
     if (mode == "path") != (path is not None):
         raise ConfigError(
-            f"checkpoint.resume_path: is {path!r} while checkpoint.resume_mode is '{mode}'; "
+            f"checkpoint.resume_path is {shown(path)} while checkpoint.resume_mode is '{mode}'; "
             "set both, resume_mode=path and resume_path=<checkpoint directory>, or neither"
         )
     if mode != "auto" and run.checkpoints.is_dir() and any(run.checkpoints.glob("step_*")):
@@ -277,8 +291,25 @@ def check_placed_models(
 
 def check_trainers(model: ModelSettings, train: TrainSettings, runtime: RuntimeSettings, numerics: Numerics) -> None:
     """Raises ConfigError for what can be seen to be wrong with how the trainers share the model, before any of them starts."""
-    num_trainers = 1 if runs_in_process(runtime) else runtime.placement.num_workers("actor")
-    check_training(model, train, numerics, num_trainers)
+    if runs_in_process(runtime):
+        check_training(model, train, numerics, 1)
+        return
+    placement = runtime.placement
+    check_training(model, train, numerics, placement.num_workers("actor"), placement.kind("actor"))
+    if numerics == "exact" and train.lora is not None and placement.separates("rollout"):
+        raise ConfigError(
+            "numerics: 'exact' does not hold where 'rollout' has devices of its own and train.lora is set: generators get the adapter "
+            "merged in, which rounds otherwise than the trainers' adapter beside its base; take 'rollout' out of the placement, or set "
+            "numerics=fast"
+        )
+
+
+def describe_start(runtime: RuntimeSettings) -> str | None:
+    """`starting 2 trainers`; None where all roles run in this process."""
+    if runs_in_process(runtime):
+        return None
+    count = runtime.placement.num_workers("actor")
+    return "starting trainers" if count is None else f"starting {count} trainer{'' if count == 1 else 's'}"
 
 
 def model_spec(settings: ModelSettings, runtime: RuntimeSettings, numerics: Numerics, seed: int) -> ModelSpec:
@@ -296,6 +327,10 @@ def train_over(train: TrainSettings, total_steps: int) -> TrainSettings:
     return replace(
         train, schedule=replace(train.schedule, total_steps=max(total_steps, train.schedule.warmup_steps + 1))
     )
+
+
+def _describe_left(steps: int) -> str:
+    return "1 step is left" if steps == 1 else f"{steps} steps are left"
 
 
 def _due(step: int, every: int) -> bool:

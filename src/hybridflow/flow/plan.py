@@ -32,7 +32,15 @@ from hybridflow.rewards import RewardSettings
 from hybridflow.roles.policy import ModelSettings, resolve_device
 from hybridflow.roles.trainers import check_training, describe_layout, describe_memory
 from hybridflow.runtime.api import RuntimeSettings
-from hybridflow.runtime.placement import Inventory, Placement, RolePlacement, plan_placement
+from hybridflow.runtime.placement import (
+    Inventory,
+    Placement,
+    RolePlacement,
+    assume_nodes,
+    describe_total,
+    find_shortage,
+    plan_placement,
+)
 from hybridflow.runtime.recording import RecordedCall, RecordedGroup, RecordingRuntime, find_nodes
 from hybridflow.runtime.start import runs_in_process
 from hybridflow.train_engine import TrainSettings
@@ -49,20 +57,23 @@ class Plan:
     facts: what is known of it beforehand, by name, `{"a step": "64 prompts × 8 samples = 512 rows, trained in 2 updates"}`.
     nodes: what it would run on.
     graph: the calls of a step; its lanes are the roles and where they live.
+    assumed: what of it is not here, `not here: the cluster has 0 GPUs; these devices were assumed`; empty where all is.
     """
 
     command: str
     facts: Mapping[str, str]
     nodes: str
     graph: Graph
+    assumed: str = ""
 
 
 @dataclass(frozen=True)
 class _Site:
-    """Where workers would live; `placement` None is this process."""
+    """Where workers would live; `placement` None is this process. `assumed`: see `Plan`."""
 
     inventory: Inventory = ()
     placement: Placement | None = None
+    assumed: str = ""
 
     def runtime(self) -> RecordingRuntime:
         """A recording runtime with as many workers of each role."""
@@ -103,7 +114,8 @@ def _iter_two_steps(data: DataSource, num_steps: int) -> Iterator[int]:
 
 
 def plan_rl(config: RLConfig) -> Plan:
-    """The plan of a run of reinforcement learning. Raises ConfigError for what is wrong, as the run would."""
+    """The plan of a run of reinforcement learning. Raises ConfigError for what is wrong, as the run would, but assumes devices that
+    are not here."""
     inputs = read_rl_inputs(config)
     site = _find_site(config.runtime)
     runtime = site.runtime()
@@ -122,7 +134,8 @@ def plan_rl(config: RLConfig) -> Plan:
 
 
 def plan_sft(config: SFTConfig) -> Plan:
-    """The plan of a run of supervised fine-tuning. Raises ConfigError for what is wrong, as the run would."""
+    """The plan of a run of supervised fine-tuning. Raises ConfigError for what is wrong, as the run would, but assumes devices that
+    are not here."""
     inputs = read_sft_inputs(config)
     site = _find_site(config.runtime)
     runtime = site.runtime()
@@ -147,8 +160,11 @@ def _record(page: Callable[[], None]) -> None:
 def _find_site(settings: RuntimeSettings) -> _Site:
     if runs_in_process(settings):
         return _Site()
-    inventory = find_nodes(settings)
-    return _Site(inventory, plan_placement(settings.placement, inventory, settings.placement.roles()))
+    inventory, assumed = find_nodes(settings), ""
+    if missing := find_shortage(settings.placement, inventory):
+        assumed = f"not here: the cluster has {describe_total(missing, inventory)}; these devices were assumed"
+        inventory = assume_nodes(settings.placement)
+    return _Site(inventory, plan_placement(settings.placement, inventory, settings.placement.roles()), assumed)
 
 
 def _build_plan(
@@ -156,8 +172,11 @@ def _build_plan(
 ) -> Plan:
     lanes = tuple(_build_lane(group, site, devices[group.role]) for group in runtime.groups)
     graph = build_graph(runtime.calls, lanes, {group.role: group.size for group in runtime.groups})
-    nodes = [f"{node.address} ({node.num_gpus} GPUs, {node.num_cpus} CPUs)" for node in site.inventory]
-    return Plan(command, facts, "; ".join(_shorten(nodes)) or "all roles in this process", graph)
+    nodes = [
+        f"{node.address} ({node.num_gpus} GPUs{f', {node.num_cpus} CPUs' if node.num_cpus else ''})"
+        for node in site.inventory
+    ]
+    return Plan(command, facts, "; ".join(_shorten(nodes)) or "all roles in this process", graph, site.assumed)
 
 
 def build_graph(calls: Sequence[RecordedCall], lanes: tuple[Lane, ...], sizes: Mapping[str, int]) -> Graph:
@@ -224,11 +243,11 @@ def _describe_trainers(
 ) -> dict[str, str]:
     """How the trainers share the model, and what each needs."""
     placed = site.placement.of("actor") if site.placement else None
-    layout = check_training(model, train, numerics, len(placed.slots) if placed else 1)
+    kind = settings.placement.kind("actor") if site.placement else None
+    layout = check_training(model, train, numerics, len(placed.slots) if placed else 1, kind)
     if layout is None:
         return {}
-    kind, dtype = settings.placement.kind("actor"), settings.placement.dtype("actor")
-    memory = describe_memory(model, train, layout, kind if site.placement else None, dtype)
+    memory = describe_memory(model, train, layout, kind, settings.placement.dtype("actor"))
     return ({"layout": describe_layout(layout)} if layout.size > 1 else {}) | {"memory": memory}
 
 
@@ -260,8 +279,10 @@ def format_plan(plan: Plan, *, graph: bool) -> str:
     """The plan as text, with the calls of a step if `graph`."""
     facts = _format_table([[name, fact] for name, fact in plan.facts.items()])
     roles = _format_table([[lane.role, lane.details[0], ", ".join(lane.details[1:])] for lane in plan.graph.lanes])
-    text = f"{plan.command}\n{facts}\nplacement: {plan.nodes}\n{roles}"
-    return text + f"\ncalls of a step\n\n{format_text(plan.graph)}" if graph else text
+    parts = [f"{plan.command}\n{facts}", f"placement: {plan.nodes}\n{roles}"]
+    parts += [f"calls of a step\n\n{format_text(plan.graph)}"] if graph else []
+    parts += [f"{plan.assumed}\n"] if plan.assumed else []
+    return "\n".join(parts)
 
 
 def _format_table(rows: Sequence[Sequence[str]]) -> str:

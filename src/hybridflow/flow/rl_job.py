@@ -20,6 +20,7 @@ from hybridflow.flow.job import (
     Job,
     check_placed_models,
     check_trainers,
+    describe_start,
     find_run,
     model_spec,
     train_over,
@@ -193,6 +194,7 @@ class RLJob(Job):
             data=inputs.prompts,
             sources=inputs.sources,
             shown=SHOWN,
+            starting=describe_start(config.runtime),
         )
 
     def after_step(self, step: int, metrics: MetricsRef, batch: BatchRef, scores: dict[str, BatchRef]) -> None:
@@ -200,6 +202,7 @@ class RLJob(Job):
         path = self.run.rollout_path(step)
         if path is not None:
             scored = functools.reduce(lambda left, right: left | right, scores.values(), batch)
+            path.parent.mkdir(exist_ok=True)
             with phase("write"):
                 self.runtime.get(self._reward.write(scored, path.absolute()))
         self.close_step(step, metrics)

@@ -19,6 +19,7 @@ from hybridflow.flow.job import (
     Job,
     check_placed_models,
     check_trainers,
+    describe_start,
     find_run,
     model_spec,
     train_over,
@@ -131,6 +132,7 @@ class SFTJob(Job):
             data=inputs.rows,
             sources=inputs.sources,
             shown=SHOWN,
+            starting=describe_start(config.runtime),
         )
 
     def loss(self, rows: Batch) -> Objective:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -16,6 +19,7 @@ from hybridflow.config import ConfigError
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_REMEDY = "give a PEFT adapter saved as safetensors"
 # What makes an adapter more, or other, than base + scale * B A on linear layers.
 _VARIANTS = (
     "use_dora",
@@ -33,28 +37,63 @@ _VARIANTS = (
     "velora_config",
     "monteclora_config",
 )
+# Layers that `target_modules` names and that have no adapter all the same.
+_EXCEPTIONS = ("layers_to_transform", "exclude_modules")
 # Others change the base when they are set up, and their adapter means nothing beside the base that we have.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
-def check_adapter(directory: str | os.PathLike[str], *, rank: int, alpha: float, rslora: bool) -> None:
-    """Raises ConfigError unless the directory holds a plain LoRA adapter of this rank and scale."""
+@dataclass(frozen=True)
+class AdapterForm:
+    """What an adapter is beside its weights, e.g. `AdapterForm(8, 16.0, False, ("q_proj", "v_proj"))`; see `LoraSettings`."""
+
+    rank: int
+    alpha: float
+    rslora: bool
+    target_modules: Literal["all-linear"] | tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        """Factor on the product of the two low-rank matrices."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def read_form(directory: str | os.PathLike[str], key: str) -> AdapterForm:
+    """What the adapter in the directory is; ConfigError, by the key that names the directory, unless it is a plain LoRA adapter."""
     for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (Path(directory) / file).is_file():
-            raise ConfigError(f"train.lora.path: no {file} in '{directory}'; give a PEFT adapter saved as safetensors")
-    config = json.loads((Path(directory) / ADAPTER_CONFIG).read_text())
-    _check_kind(config, directory)
-    wanted = {"rank": rank, "alpha": alpha, "rslora": rslora}
-    there = {"rank": config["r"], "alpha": config["lora_alpha"], "rslora": config.get("use_rslora", False)}
-    for key, value in wanted.items():
-        if there[key] != value:
-            theirs = json.dumps(there[key])
-            raise ConfigError(
-                f"train.lora.{key} is {json.dumps(value)}, but the adapter in '{directory}' has {theirs}; set train.lora.{key}={theirs}"
-            )
+            raise ConfigError(f"{key}: no {file} in '{directory}'; {_REMEDY}")
+    config = read_adapter_config(directory, key)
+    _check_kind(config, directory, key)
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not (isinstance(rank, int) and isinstance(alpha, int | float) and rank > 0):
+        raise ConfigError(
+            f"{key}: {ADAPTER_CONFIG} in '{directory}' has r {json.dumps(rank)} and lora_alpha {json.dumps(alpha)}, which have to be "
+            f"numbers; {_REMEDY}"
+        )
+    return AdapterForm(rank, float(alpha), bool(config.get("use_rslora")), _read_targets(config, directory, key))
 
 
-def _check_kind(config: Mapping[str, Any], directory: str | os.PathLike[str]) -> None:
+def _read_targets(config: Mapping[str, Any], directory: str | os.PathLike[str], key: str) -> tuple[str, ...]:
+    """The list that the adapter was made by; where that is a pattern or has exceptions, the layers that have weights."""
+    listed = config.get("target_modules")
+    if isinstance(listed, list) and not any(config.get(name) for name in _EXCEPTIONS):
+        return tuple(sorted(listed))
+    return tuple(sorted({name.partition(".lora_")[0] for name in read_adapter(directory, key)}))
+
+
+def read_adapter_config(directory: str | os.PathLike[str], key: str) -> Mapping[str, Any]:
+    """What `adapter_config.json` holds; ConfigError where it is damaged."""
+    try:
+        config = json.loads((Path(directory) / ADAPTER_CONFIG).read_text())
+    except ValueError as error:
+        raise ConfigError(f"{key}: {ADAPTER_CONFIG} in '{directory}' is damaged: {error}; {_REMEDY}") from error
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{key}: {ADAPTER_CONFIG} in '{directory}' holds no keys; {_REMEDY}")
+    return config
+
+
+def _check_kind(config: Mapping[str, Any], directory: str | os.PathLike[str], key: str) -> None:
     kind = config.get("peft_type")
     odd = [name for name in _VARIANTS if config.get(name)]
     if config.get("bias", "none") != "none":
@@ -63,15 +102,26 @@ def _check_kind(config: Mapping[str, Any], directory: str | os.PathLike[str]) ->
         odd.append("init_lora_weights")
     if kind != "LORA" or odd:
         what = f"is of kind {kind}" if kind != "LORA" else f"sets {', '.join(odd)}"
-        raise ConfigError(
-            f"train.lora.path: the adapter in '{directory}' {what}; only plain LoRA of linear layers can be trained on"
-        )
+        raise ConfigError(f"{key}: the adapter in '{directory}' {what}; only plain LoRA of linear layers is read")
 
 
-def read_adapter(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The weights of an adapter directory by their plain names."""
-    weights = load_file(Path(directory) / ADAPTER_WEIGHTS)
+def read_adapter(directory: str | os.PathLike[str], key: str) -> dict[str, Tensor]:
+    """The weights of an adapter directory by their plain names; ConfigError where the file is damaged."""
+    try:
+        weights = load_file(Path(directory) / ADAPTER_WEIGHTS)
+    except SafetensorError as error:
+        raise ConfigError(f"{key}: {ADAPTER_WEIGHTS} in '{directory}' is damaged: {error}; {_REMEDY}") from error
     return {name.removeprefix(_PREFIX): weight for name, weight in weights.items()}
+
+
+def describe_adapter(directory: str | os.PathLike[str], key: str) -> str:
+    """What to do with an adapter that was given as `<key>.path`, a model, in a sentence."""
+    base = read_adapter_config(directory, f"{key}.path").get("base_model_name_or_path")
+    was = f" (it was trained on '{base}')" if base else ""
+    return (
+        f"{key}.path: '{directory}' is a LoRA adapter, not a model; set {key}.path to its base{was} and {key}.adapter={directory}, or "
+        f"train.lora.path={directory} to train it further"
+    )
 
 
 def write_adapter(directory: str | os.PathLike[str], config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:

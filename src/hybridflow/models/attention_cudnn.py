@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridflow.models.attention_kernel import KernelRows, SavedTensors
+
 _MIN_ROWS, _MIN_LEN = 8, 512
 
 
@@ -42,38 +44,21 @@ class Cudnn:
             return "nvidia-cudnn-frontend is not installed: pip install nvidia-cudnn-frontend==1.18.0"
         return None
 
-    def forward(
-        self,
-        query_THK: Tensor,
-        key_TNK: Tensor,
-        value_TNK: Tensor,
-        cu_seqlens: Tensor,
-        max_len: int,
-        scale: float,
-        window: int,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, rows: KernelRows) -> tuple[Tensor, Tensor]:
         """See `FusedKernel`."""
-        form = _read_form(query_THK, key_TNK, cu_seqlens, max_len, scale, window)
+        form = _read_form(query_THK, key_TNK, rows)
         out_THK = torch.empty_like(query_THK)
         softmax_TH = query_THK.new_empty(query_THK.shape[:2], dtype=torch.float32)
-        tensors = (*_place_rows(cu_seqlens, form), query_THK, key_TNK, value_TNK, out_THK, softmax_TH)
+        tensors = (*_place_rows(rows.cu_seqlens, form), query_THK, key_TNK, value_TNK, out_THK, softmax_TH)
         _execute(_build_forward(form), tensors, form.device)
         return out_THK, softmax_TH.view(query_THK.shape[1], query_THK.shape[0])
 
-    def backward(
-        self,
-        grad_THK: Tensor,
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        cu_seqlens: Tensor,
-        max_len: int,
-        scale: float,
-        window: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_THK: Tensor, saved: SavedTensors, rows: KernelRows) -> tuple[Tensor, Tensor, Tensor]:
         """See `FusedKernel`."""
         query_THK, key_TNK, value_TNK = saved[:3]
-        form = _read_form(query_THK, key_TNK, cu_seqlens, max_len, scale, window)
+        form = _read_form(query_THK, key_TNK, rows)
         grads = torch.empty_like(query_THK), torch.empty_like(key_TNK), torch.empty_like(value_TNK)
-        _execute(_build_backward(form), (*_place_rows(cu_seqlens, form), *saved, grad_THK, *grads), form.device)
+        _execute(_build_backward(form), (*_place_rows(rows.cu_seqlens, form), *saved, grad_THK, *grads), form.device)
         return grads
 
 
@@ -81,14 +66,14 @@ def _round_up(count: int, least: int) -> int:
     return max(least, 1 << (count - 1).bit_length())
 
 
-def _read_form(
-    query_THK: Tensor, key_TNK: Tensor, cu_seqlens: Tensor, max_len: int, scale: float, window: int
-) -> _Form:
+def _read_form(query_THK: Tensor, key_TNK: Tensor, rows: KernelRows) -> _Form:
     tokens, heads, size = query_THK.shape
-    rows, longest = _round_up(cu_seqlens.numel() - 1, _MIN_ROWS), _round_up(max_len, _MIN_LEN)
+    num_rows, longest = _round_up(rows.cu_seqlens.numel() - 1, _MIN_ROWS), _round_up(rows.max_len, _MIN_LEN)
     # Bounds the sums of the gradient at the queries, and nothing else.
     room = -(-tokens // 4096) * 4096
-    return _Form(query_THK.device.index, rows, longest, heads, key_TNK.shape[1], size, scale, window, room)
+    return _Form(
+        query_THK.device.index, num_rows, longest, heads, key_TNK.shape[1], size, rows.scale, rows.window, room
+    )
 
 
 def _place_rows(cu_seqlens: Tensor, form: _Form) -> tuple[Tensor, ...]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hybridflow.models.attention_kernel import KernelRows, SavedTensors
+
 # Its interface below the public one, which torch.compile cannot follow, moves between releases.
 _VERSION = "4.0.0b36"
 
@@ -20,31 +22,14 @@ class Flash4:
         """See `FusedKernel`."""
         return _why_not()
 
-    def forward(
-        self,
-        query_THK: Tensor,
-        key_TNK: Tensor,
-        value_TNK: Tensor,
-        cu_seqlens: Tensor,
-        max_len: int,
-        scale: float,
-        window: int,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, rows: KernelRows) -> tuple[Tensor, Tensor]:
         """See `FusedKernel`."""
         out_THK, softmax_HT, *_ = _interface()._flash_attn_fwd(
-            query_THK, key_TNK, value_TNK, return_lse=True, **_describe_rows(cu_seqlens, max_len, scale, window)
+            query_THK, key_TNK, value_TNK, return_lse=True, **_describe_rows(rows)
         )
         return out_THK, softmax_HT
 
-    def backward(
-        self,
-        grad_THK: Tensor,
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        cu_seqlens: Tensor,
-        max_len: int,
-        scale: float,
-        window: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_THK: Tensor, saved: SavedTensors, rows: KernelRows) -> tuple[Tensor, Tensor, Tensor]:
         """See `FusedKernel`."""
         query_THK, key_TNK, value_TNK, out_THK, softmax_HT = saved
         grads: tuple[Tensor, Tensor, Tensor] = _interface()._flash_attn_bwd(
@@ -54,7 +39,7 @@ class Flash4:
             out_THK,
             grad_THK,
             softmax_HT,
-            **_describe_rows(cu_seqlens, max_len, scale, window),
+            **_describe_rows(rows),
         )[:3]
         return grads
 
@@ -75,14 +60,14 @@ def _interface() -> Any:
     return interface
 
 
-def _describe_rows(cu_seqlens: Tensor, max_len: int, scale: float, window: int) -> dict[str, Any]:
+def _describe_rows(rows: KernelRows) -> dict[str, Any]:
     return {
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
-        "max_seqlen_q": max_len,
-        "max_seqlen_k": max_len,
-        "softmax_scale": scale,
-        "causal": not window,
-        "window_size_left": window - 1 if window else None,
-        "window_size_right": 0 if window else None,
+        "cu_seqlens_q": rows.cu_seqlens,
+        "cu_seqlens_k": rows.cu_seqlens,
+        "max_seqlen_q": rows.max_len,
+        "max_seqlen_k": rows.max_len,
+        "softmax_scale": rows.scale,
+        "causal": not rows.window,
+        "window_size_left": rows.window - 1 if rows.window else None,
+        "window_size_right": 0 if rows.window else None,
     }

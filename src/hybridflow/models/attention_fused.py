@@ -5,47 +5,18 @@ Dimensions: T packed tokens, S sequences, H query heads, N kv heads, K head size
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from hybridflow.models import attention_cudnn, attention_flash4
 from hybridflow.models.attention import AttentionForm
+from hybridflow.models.attention_kernel import FusedKernel, KernelRows
 
 KernelName = Literal["flash_attn_4", "cudnn"]
 _HOPPER = (9, 0)
 _MAX_HEAD_DIM = 128
-
-
-class FusedKernel(Protocol):
-    """A library's causal attention over packed rows; grouped-query heads are grouped by it."""
-
-    def why_not(self) -> str | None:
-        """Why the library cannot be used here, in a few words; None where it can."""
-
-    def forward(
-        self,
-        query_THK: Tensor,
-        key_TNK: Tensor,
-        value_TNK: Tensor,
-        cu_seqlens: Tensor,
-        max_len: int,
-        scale: float,
-        window: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Output [T, H, K] and what backward needs of the softmax, [H, T] float32. window: 0 is none; else a token sees `window` tokens."""
-
-    def backward(
-        self,
-        grad_THK: Tensor,
-        saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        cu_seqlens: Tensor,
-        max_len: int,
-        scale: float,
-        window: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients at query, key and value. saved: these three, the output, and the softmax's."""
 
 
 KERNELS: dict[KernelName, FusedKernel] = {
@@ -93,6 +64,7 @@ class FusedPlan:
         return _attend(*rows, self.cu_seqlens, self.max_len, form.scale, window, self.kernel)[0]
 
 
+# The operators' signatures are flat: they take tensors and plain numbers alone.
 @torch.library.custom_op("hybridflow::packed_attention", mutates_args=())
 def _attend(
     query_THK: Tensor,
@@ -104,9 +76,8 @@ def _attend(
     window: int,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    longest = int(max_len)
-    window = 0 if window >= longest else window
-    return KERNELS[kernel].forward(query_THK, key_TNK, value_TNK, cu_seqlens, longest, scale, window)  # type: ignore[index]
+    rows = _read_rows(cu_seqlens, max_len, scale, window)
+    return KERNELS[kernel].forward(query_THK, key_TNK, value_TNK, rows)  # type: ignore[index]
 
 
 @_attend.register_fake
@@ -129,10 +100,9 @@ def _attend_backward(
     window: int,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    longest = int(max_len)
-    window = 0 if window >= longest else window
     saved = (query_THK, key_TNK, value_TNK, out_THK, softmax_HT)
-    return KERNELS[kernel].backward(grad_THK, saved, cu_seqlens, longest, scale, window)  # type: ignore[index]
+    rows = _read_rows(cu_seqlens, max_len, scale, window)
+    return KERNELS[kernel].backward(grad_THK, saved, rows)  # type: ignore[index]
 
 
 @_attend_backward.register_fake
@@ -140,6 +110,11 @@ def _(
     grad_THK: Tensor, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query_THK), torch.empty_like(key_TNK), torch.empty_like(value_TNK)
+
+
+def _read_rows(cu_seqlens: Tensor, max_len: Tensor, scale: float, window: int) -> KernelRows:
+    longest = int(max_len)
+    return KernelRows(cu_seqlens, longest, scale, 0 if window >= longest else window)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

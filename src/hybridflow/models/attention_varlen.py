@@ -19,9 +19,9 @@ _TAKES_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _MAX_HEAD_DIM = 256
 
 
-def serves_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernel serves this device, dtype and head size."""
-    fits = head_dim <= _MAX_HEAD_DIM and head_dim % 8 == 0
+def serves_varlen(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> bool:
+    """Whether the kernel serves this device, dtype and form of attention."""
+    fits = head_dim <= _MAX_HEAD_DIM and head_dim % 8 == 0 and softcap is None
     return fits and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from transformers import PretrainedConfig
 
 from hybridflow.config import HybridflowError
 
+
+@dataclass(frozen=True)
+class Family:
+    """What sets a family apart beside its config: `Family("Qwen3", normed_heads=True, liger=True)`.
+
+    name:         as people write it.
+    num_norms:    norms over the hidden states in a layer.
+    normed_heads: queries and keys are normed too.
+    liger:        Liger's norm and gated MLP compute the same as its own.
+    """
+
+    name: str
+    num_norms: int = 2
+    normed_heads: bool = False
+    liger: bool = False
+
+
 FAMILIES = {
-    "llama": "Llama",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "mistral": "Mistral",
-    "gemma": "Gemma",
-    "gemma2": "Gemma 2",
-    "gemma3_text": "Gemma 3 (text)",
+    "llama": Family("Llama", liger=True),
+    "qwen2": Family("Qwen2", liger=True),
+    "qwen3": Family("Qwen3", normed_heads=True, liger=True),
+    "mistral": Family("Mistral", liger=True),
+    "gemma": Family("Gemma"),
+    "gemma2": Family("Gemma 2", num_norms=4),
+    "gemma3_text": Family("Gemma 3 (text)", num_norms=4, normed_heads=True),
 }
 # Their frequencies depend on the longest row of the batch, so a row would move with its neighbours.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -23,11 +42,17 @@ class UnsupportedModelError(HybridflowError, ValueError):
     """A model that hybridflow cannot train or sample from; the message says what and why."""
 
 
+def find_family(model_type: str) -> Family:
+    """The family of this name; UnsupportedModelError unless it is served."""
+    if model_type not in FAMILIES:
+        served = ", ".join(family.name for family in FAMILIES.values())
+        raise UnsupportedModelError(f"model family '{model_type}' is not supported; hybridflow serves {served}")
+    return FAMILIES[model_type]
+
+
 def check_family(config: PretrainedConfig) -> None:
     """Raises UnsupportedModelError unless our attention and head compute this model rightly."""
-    if config.model_type not in FAMILIES:
-        served = ", ".join(FAMILIES.values())
-        raise UnsupportedModelError(f"model family '{config.model_type}' is not supported; hybridflow serves {served}")
+    find_family(config.model_type)
     settings = config.to_dict()
     if settings.get("quantization_config") is not None:
         raise UnsupportedModelError("the model is quantized (quantization_config); use its unquantized weights")

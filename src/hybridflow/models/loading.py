@@ -19,10 +19,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hybridflow.models.adapter_files import ADAPTER_CONFIG
+from hybridflow.models.adapter_files import ADAPTER_CONFIG, describe_adapter
 from hybridflow.models.attention import ATTENTION_NAME
-from hybridflow.models.families import UnsupportedModelError, check_family
-from hybridflow.models.lora import merged_weights, plain_name
+from hybridflow.models.families import UnsupportedModelError, check_family, find_family
+from hybridflow.models.lora import iter_merged_weights, plain_name
 from hybridflow.models.model import LanguageModel
 from hybridflow.types import Numerics
 
@@ -65,9 +65,7 @@ def _checked_directory(path: str | os.PathLike[str]) -> Path:
     directory = Path(path)
     if (directory / ADAPTER_CONFIG).is_file():
         # Transformers would load the model that the adapter names, from elsewhere, or leave the adapter out where PEFT is missing.
-        raise UnsupportedModelError(
-            f"'{directory}' holds an adapter ({ADAPTER_CONFIG}): give the directory of its base model, and the adapter as train.lora.path"
-        )
+        raise UnsupportedModelError(describe_adapter(directory, "model"))
     if not (directory / "config.json").is_file():
         raise UnsupportedModelError(
             f"no config.json in '{directory}': give the directory of a saved Hugging Face model"
@@ -96,7 +94,7 @@ def fresh_model(
     config: a config object (copied), a dict with `model_type`, a directory, or a path to a config.json.
     The global random state is left as it was.
     """
-    own_config = _build_config(config)
+    own_config = build_config(config)
     check_family(own_config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -106,7 +104,8 @@ def fresh_model(
     return LanguageModel(module.to(device).eval(), numerics)
 
 
-def _build_config(config: PretrainedConfig | dict[str, Any] | str | os.PathLike[str]) -> PretrainedConfig:
+def build_config(config: PretrainedConfig | dict[str, Any] | str | os.PathLike[str]) -> PretrainedConfig:
+    """A configuration of its own, from config values, another one or a directory; UnsupportedModelError for another family's values."""
     # from_config would share the object: another model built from it could switch this one's attention back without a word.
     if isinstance(config, PretrainedConfig):
         return copy.deepcopy(config)
@@ -116,6 +115,7 @@ def _build_config(config: PretrainedConfig | dict[str, Any] | str | os.PathLike[
             raise UnsupportedModelError(
                 "the model config has no model_type: name a family, for example model_type: llama"
             )
+        find_family(fields["model_type"])
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
     return AutoConfig.from_pretrained(config, local_files_only=True, trust_remote_code=False)
 
@@ -152,7 +152,7 @@ def save_model(
     out, without a word, in a process that has a rank other than 0.
     """
     os.makedirs(directory, exist_ok=True)
-    parameters = merged_weights(model) if weights is None else weights.items()
+    parameters = iter_merged_weights(model) if weights is None else weights.items()
     own = {name: weight.detach().cpu().contiguous() for name, weight in parameters}
     save_file(own | _lasting_buffers(model.module), Path(directory) / "model.safetensors", metadata={"format": "pt"})
     save_description(model, tokenizer, directory)

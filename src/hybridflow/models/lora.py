@@ -7,65 +7,88 @@ Dimensions: R rank of the adapter, D input and E output features.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
-import math
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from hybridflow.config import ConfigError, Field, settings
-from hybridflow.models.adapter_files import check_adapter, read_adapter, write_adapter, write_adapter_config
+from hybridflow.models.adapter_files import AdapterForm, read_adapter, read_form, write_adapter, write_adapter_config
+from hybridflow.models.exact import check_exact
+from hybridflow.models.families import check_family
 from hybridflow.models.model import LanguageModel
 
 if TYPE_CHECKING:
     from peft.tuners.lora import Linear
 
 ADAPTER_NAME = "default"
+NEW_ADAPTER = AdapterForm(rank=16, alpha=32.0, rslora=False, target_modules="all-linear")
 _INSTALL = "pip install 'hybridflow[lora]'"
 
 
 @settings
 class LoraSettings:
-    """Trains a low-rank adapter and leaves the model's own weights as they are, e.g. `LoraSettings(rank=16, alpha=32.0)`."""
+    """Trains a low-rank adapter and leaves the model's own weights as they are, e.g. `LoraSettings(rank=16, alpha=32.0)`.
 
-    rank: int = Field(default=16, ge=1)
-    """Rank of the update of each adapted matrix."""
-    alpha: float = Field(default=32.0, gt=0.0)
-    """The update is scaled by alpha / rank."""
-    rslora: bool = False
-    """Scales by alpha / sqrt(rank) instead (rank-stabilized LoRA, arXiv:2312.03732)."""
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Linear layers to adapt, by the end of their names, such as [q_proj, v_proj]; `all-linear` takes all but the language-model head."""
+    What is null comes from the adapter in `path`; without one it has the value that its description names.
+    """
+
+    rank: int | None = Field(default=None, ge=1)
+    """Rank of the update of each adapted matrix; null is 16, or that of the adapter in `path`."""
+    alpha: float | None = Field(default=None, gt=0.0)
+    """The update is scaled by alpha / rank; null is 32, or that of the adapter in `path`."""
+    rslora: bool | None = None
+    """Scales by alpha / sqrt(rank) instead (rank-stabilized LoRA, arXiv:2312.03732); null is false, or as the adapter in `path`."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] | None = None
+    """Linear layers to adapt, by the end of their names, such as [q_proj, v_proj]; `all-linear` takes all but the language-model head;
+    null is all-linear, or those of the adapter in `path`."""
     dropout: float = 0.0
     """Only 0: dropout would make log-probabilities of the update differ from those of the rollout."""
     path: str | None = None
-    """PEFT adapter directory to go on from; rank, alpha and target_modules have to be the adapter's own. null starts a new one."""
+    """PEFT adapter directory to go on from; what is set beside it has to be the adapter's own. null starts a new one."""
 
     def __post_init__(self) -> None:
         if self.dropout:
             raise ValueError(
                 f"dropout is {self.dropout:g}, but post-training runs without dropout; leave it out, or set it to 0"
             )
-        if not self.target_modules:
+        if self.target_modules == ():
             raise ValueError("target_modules is empty; name layers such as q_proj, or leave it at all-linear")
 
-    @property
-    def scale(self) -> float:
-        """Factor on the product of the two low-rank matrices."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+def resolve_lora(settings: LoraSettings) -> AdapterForm:
+    """The adapter that the settings mean; ConfigError where they contradict the one in `path`."""
+    if settings.path is None:
+        rank, alpha = settings.rank or NEW_ADAPTER.rank, settings.alpha or NEW_ADAPTER.alpha
+        return AdapterForm(rank, alpha, bool(settings.rslora), settings.target_modules or NEW_ADAPTER.target_modules)
+    form = read_form(settings.path, "train.lora.path")
+    for key, wanted, there in (
+        ("rank", settings.rank, form.rank),
+        ("alpha", settings.alpha, form.alpha),
+        ("rslora", settings.rslora, form.rslora),
+    ):
+        if wanted not in (None, there):
+            theirs = json.dumps(there)
+            raise ConfigError(
+                f"train.lora.{key} is {json.dumps(wanted)}, but the adapter in '{settings.path}' has {theirs}; leave train.lora.{key} out"
+            )
+    return replace(form, target_modules=settings.target_modules or form.target_modules)
 
 
 def check_lora(settings: LoraSettings) -> None:
     """Raises ConfigError for what can be seen to be wrong without the model."""
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(f"train.lora is set, but PEFT is not installed; {_INSTALL}, or take train.lora out")
-    if settings.path is not None:
-        check_adapter(settings.path, rank=settings.rank, alpha=settings.alpha, rslora=settings.rslora)
+    resolve_lora(settings)
 
 
 def apply_lora(model: LanguageModel, settings: LoraSettings, seed: int) -> None:
@@ -81,11 +104,12 @@ def apply_lora(model: LanguageModel, settings: LoraSettings, seed: int) -> None:
 
     if has_adapter(model):
         raise ValueError("the model has an adapter already: apply_lora is called once")
+    form = resolve_lora(settings)
     config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=int(settings.alpha) if settings.alpha.is_integer() else settings.alpha,  # type: ignore[arg-type]
-        use_rslora=settings.rslora,
-        target_modules=list(plan_targets(model.module, settings.target_modules)),
+        r=form.rank,
+        lora_alpha=int(form.alpha) if form.alpha.is_integer() else form.alpha,  # type: ignore[arg-type]
+        use_rslora=form.rslora,
+        target_modules=list(plan_targets(model.module, form.target_modules)),
         base_model_name_or_path=model.module.name_or_path or None,
         task_type="CAUSAL_LM",
     )
@@ -95,7 +119,8 @@ def apply_lora(model: LanguageModel, settings: LoraSettings, seed: int) -> None:
     for weight in adapter_weights(model).values():
         # Some versions of PEFT keep adapters in float32, and would compute the whole branch in it.
         weight.data = weight.data.to(model.dtype)
-    model.numerics = model.numerics  # exact mode probes the new shapes
+    if model.numerics == "exact":
+        check_exact(model.module)  # it probes the new shapes too
     if settings.path is not None:
         load_adapter(model, settings.path)
 
@@ -106,8 +131,7 @@ def plan_targets(module: nn.Module, wanted: Literal["all-linear"] | tuple[str, .
     The head is none of them: its logits are computed by us from its weight (shared with the embedding where the two are tied), which
     would leave an adapter out without a word.
     """
-    head = module.get_output_embeddings()  # type: ignore[operator]
-    linear = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
+    linear = [name for name, _ in _linear_layers(module)]
     there = tuple(dict.fromkeys(name.rpartition(".")[2] for name in linear))
     if wanted == "all-linear":
         return there
@@ -117,6 +141,22 @@ def plan_targets(module: nn.Module, wanted: Literal["all-linear"] | tuple[str, .
                 f"train.lora.target_modules: '{target}' is no linear layer below the head; there are {', '.join(there)}"
             )
     return tuple(wanted)
+
+
+def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear) and layer is not head:
+            yield name, layer
+
+
+def check_targets(config: PretrainedConfig, wanted: Literal["all-linear"] | tuple[str, ...]) -> None:
+    """Raises ConfigError for layers that a model of this configuration does not have; without its weights."""
+    if wanted == "all-linear":
+        return
+    check_family(config)
+    with torch.device("meta"):
+        plan_targets(AutoModelForCausalLM.from_config(copy.deepcopy(config)), wanted)
 
 
 def has_adapter(model: LanguageModel) -> bool:
@@ -135,6 +175,20 @@ def plain_name(name: str) -> str:
 def adapter_weights(model: LanguageModel) -> dict[str, Parameter]:
     """The adapter's live parameters by their plain names; empty without an adapter."""
     return {plain_name(name): weight for name, weight in model.module.named_parameters() if _is_adapter(name)}
+
+
+@torch.no_grad()
+def compute_base_checksum(model: LanguageModel) -> str:
+    """`bfloat16:1234567` of the weights beside the adapter, from their bits: another one where a weight differs, but for chance.
+
+    The same on any device. Of a model that is whole on this rank.
+    """
+    total = 0
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    base = (weight for name, weight in model.module.named_parameters() if not _is_adapter(name))
+    for place, weight in enumerate(base, start=1):
+        total += place * int(weight.contiguous().view(-1).view(words[weight.element_size()]).sum(dtype=torch.int64))
+    return f"{str(model.dtype).removeprefix('torch.')}:{total}"
 
 
 @contextmanager
@@ -170,7 +224,7 @@ def compute_merged(
         return merged.to(base.dtype)
 
 
-def merged_weights(
+def iter_merged_weights(
     model: LanguageModel, read: Callable[[Parameter], Tensor] = Parameter.detach
 ) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of the plain model by its plain name, in its order, the adapter merged in; a tied weight once.
@@ -195,6 +249,41 @@ def merged_weights(
             scale = layer.scaling[ADAPTER_NAME]
             weight = compute_merged(weight, lora_A, lora_B, scale, fan_in_fan_out=layer.fan_in_fan_out)
         yield plain_name(name), weight
+
+
+def merge_adapter(model: LanguageModel, directory: str | os.PathLike[str], key: str) -> None:
+    """Adds the update of a PEFT adapter directory to the model's own weights, as `compute_merged` does, and forgets where these came from.
+
+    Raises ConfigError, by the key that names the directory, for an adapter that was made for another model.
+    """
+    form = read_form(directory, key)
+    merged = dict(
+        iter_merged_onto(model, read_adapter(directory, key), form.scale, f"{key}: the adapter in '{directory}'")
+    )
+    with torch.no_grad():
+        for name, weight in merged.items():
+            model.module.get_parameter(name).copy_(weight)
+    # An adapter that is trained beside these weights does not belong to the directory of the plain ones.
+    model.module.name_or_path = model.module.config._name_or_path = ""
+
+
+def iter_merged_onto(
+    model: LanguageModel, adapter: Mapping[str, Tensor], scale: float, who: str
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model without an adapter that an adapter changes, with the update added, one at a time, by name.
+
+    adapter: whole tensors by plain name. who: names the adapter in a ConfigError where a weight of it does not fit.
+    """
+    layers = dict(_linear_layers(model.module))
+    pairs = {name.partition(".lora_")[0] for name in adapter}
+    for prefix in sorted(pairs):
+        lora_A, lora_B = (adapter.get(f"{prefix}.lora_{side}.weight") for side in "AB")
+        base = layers[prefix].weight if prefix in layers else None
+        if base is None or lora_A is None or lora_B is None or (*lora_B.shape[:1], *lora_A.shape[1:]) != base.shape:
+            raise ConfigError(
+                f"{who} does not fit the model at layer '{prefix}'; give the model that it was trained on"
+            )
+        yield f"{prefix}.weight", compute_merged(base, lora_A.to(base.device), lora_B.to(base.device), scale)
 
 
 def save_adapter(
@@ -227,7 +316,7 @@ def _adapter_config(model: LanguageModel) -> dict[str, Any]:
 @torch.no_grad()
 def load_adapter(model: LanguageModel, directory: str | os.PathLike[str]) -> None:
     """Takes up the weights of a PEFT adapter directory; ConfigError unless it adapts the same layers by the same rank."""
-    ours, theirs = adapter_weights(model), read_adapter(directory)
+    ours, theirs = adapter_weights(model), read_adapter(directory, "train.lora.path")
     for name in sorted(set(ours) ^ set(theirs)):
         where = "in the adapter alone" if name in theirs else "not in it"
         raise ConfigError(

@@ -76,9 +76,9 @@ class LanguageModel:
         """What computes attention over packed rows: a fused kernel by name, torch's own for them, or rows padded to blocks."""
         if self.numerics == "exact":
             return "exact"
-        if self._attention_softcap is not None:
+        if not serves_varlen(self.device, self.dtype, self.head_dim, self._attention_softcap):
             return "padded"
-        return self.packed_kernel or ("torch" if serves_varlen(self.device, self.dtype, self.head_dim) else "padded")
+        return self.packed_kernel or "torch"
 
     @property
     def head_weight(self) -> Tensor:

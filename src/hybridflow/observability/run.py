@@ -91,7 +91,7 @@ class RunDirectory:
         Raises ConfigError where another one holds it, or has saved a step since this one looked for the newest.
         """
         try:
-            (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR)
         except OSError as error:
             raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridflow.algorithms import Prepared
 from hybridflow.batch import Batch
-from hybridflow.checkpoint import HUGGING_FACE, Box, CheckpointWriter, ShardEntry, load_shards, write_shard
+from hybridflow.checkpoint import HUGGING_FACE, CheckpointWriter, ShardEntry, load_shards, write_shard
 from hybridflow.config import HybridflowError
 from hybridflow.models import adapter_disabled, save_model
 from hybridflow.roles.carried import CarriedTensor, Snapshot, Weights, carry, read_parts, write_description
@@ -76,7 +76,7 @@ class ActorWorker(GeneratorWorker):
         )
         self.train_engine = TrainEngine(self.policy.model, spec.train, self.ranks, seed=spec.model.seed)
         self._seat, self._spec = seat, spec
-        self._is_whole = holds_whole_model(self.train_engine.mesh.layout)
+        self._is_whole = self.train_engine.mesh.layout.is_whole
         self._copied_version: int | None = None
         self.version = 0
         self._failed_steps = 0
@@ -171,18 +171,18 @@ class ActorWorker(GeneratorWorker):
 
     def load(self, directory: Path) -> None:
         """Takes up this rank's part of the state that a checkpoint holds, of whichever layout; the weights' addresses stay."""
-        tensors, state = load_shards(directory, "actor", self._boxes())
+        tensors, state = load_shards(directory, "actor", self.train_engine.state_layout())
         self._load_state(tensors, state)
 
     def snapshot(self) -> Snapshot:
         """The training state, to be kept outside this process: all of it where the model is whole, else what this rank has to write."""
-        tensors, boxes = self._own_state(), self._boxes()
+        tensors, boxes = self._own_state(), self.train_engine.state_layout()
         own = {name: boxes[name] for name in tensors}
         return Snapshot(self.ranks.rank, carry(tensors), own, self._state(), self._describe())
 
     def restore(self, *parts: Snapshot) -> None:
         """Takes up the state of a snapshot, in all its parts."""
-        self._load_state(read_parts(parts, self._boxes()), parts[0].state)
+        self._load_state(read_parts(parts, self.train_engine.state_layout()), parts[0].state)
 
     def export(self, directory: Path, wanted: bool = True) -> None:
         """Writes model and tokenizer as a Hugging Face directory, which is there whole or not at all; an adapter is merged in. A collective
@@ -204,7 +204,7 @@ class ActorWorker(GeneratorWorker):
     def _state(self) -> dict[str, Any]:
         return {**self.train_engine.state_json(), "version": self.version, "failed_steps": self._failed_steps}
 
-    def _load_state(self, tensors: Any, state: Any) -> None:
+    def _load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         self.train_engine.load_state(tensors, state)
         self.version, self._failed_steps = state["version"], state["failed_steps"]
         self._copied_version = None
@@ -217,22 +217,11 @@ class ActorWorker(GeneratorWorker):
         names = tensors.keys() if self._is_whole else self.train_engine.owned_state()
         return {name: tensor for name, tensor in tensors.items() if name in names}
 
-    def _boxes(self) -> dict[str, Box]:
-        """Where each tensor of this rank's state lies in the whole."""
-        tensors = self.train_engine.state_tensors()
-        placed = self.train_engine.state_layout()
-        return {name: Box(*placed[name], tuple(tensor.shape)) for name, tensor in tensors.items()}
-
     def _describe(self) -> dict[str, bytes]:
         """What an export needs beside the weights, by file name; where the model is in parts, with that of the first rank alone."""
         if not self._description and (self._is_whole or self.ranks.rank == 0):
             self._description = describe_policy(self.policy)
         return self._description
-
-
-def holds_whole_model(layout: Layout) -> bool:
-    """Whether every trainer of this layout has all weights and all of the optimizer."""
-    return layout.shard == 1 and layout.tensor == 1
 
 
 class Actor(Generator):
@@ -261,7 +250,7 @@ class Actor(Generator):
         super().__init__(runtime, self._separate or self._trainers, spec.rollout, sampling, chunks_wanted)
         self._parallel_config = spec.train.parallel_config
         self._layout = plan_layout(self._parallel_config, self._trainers.size)
-        self._is_whole = holds_whole_model(self._layout)
+        self._is_whole = self._layout.is_whole
         self._copy_is_old = not self._is_whole and self._separate is None
         self._updates, self._work = spec.updates_per_step, compute_model_work(read_config(spec.model.settings))
         self._snapshot_every, self._num_updates = snapshot_every_steps, 0

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridflow.checkpoint import HUGGING_FACE, Box, ShardEntry, intersect, write_shard
+from hybridflow.checkpoint import HUGGING_FACE, ShardEntry, intersect, to_slices, write_shard
+from hybridflow.types import Box
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,20 +80,15 @@ def _read_box(parts: Sequence[Snapshot], name: str, wanted: Box) -> Tensor:
     for box, carried in pieces:
         shared = intersect(wanted.offsets, wanted.shape, box.offsets, box.shape)
         if shared is not None:
-            region[_slices(shared, wanted.offsets)] = carried.tensor()[_slices(shared, box.offsets)]
+            region[to_slices(shared, wanted.offsets)] = carried.tensor()[to_slices(shared, box.offsets)]
     return region
-
-
-def _slices(shared: tuple[tuple[int, ...], tuple[int, ...]], origin: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(start - o, stop - o) for start, stop, o in zip(*shared, origin, strict=True))
 
 
 def write_snapshot(snapshot: Snapshot, path: Path) -> ShardEntry:
     """Writes a snapshot as the shard of a checkpoint, as its worker would have; `path` as `CheckpointWriter.shard_path` gives it."""
     write_description(snapshot.description, path.parent / HUGGING_FACE)
     tensors = {name: carried.tensor() for name, carried in snapshot.tensors.items()}
-    boxes = {name: (box.global_shape, box.offsets) for name, box in snapshot.boxes.items()}
-    return write_shard(path, tensors, snapshot.state, boxes)
+    return write_shard(path, tensors, snapshot.state, snapshot.boxes)
 
 
 def write_description(description: Mapping[str, bytes], directory: Path) -> None:

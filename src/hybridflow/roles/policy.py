@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +11,22 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from hybridflow.checkpoint.manifest import MANIFEST
 from hybridflow.config import ConfigError, Field, settings
 from hybridflow.models import (
+    ADAPTER_CONFIG,
     LanguageModel,
+    describe_adapter,
     fresh_model,
     has_adapter,
     load_model,
     load_tokenizer,
+    merge_adapter,
+    read_form,
+    save_adapter_config,
     save_description,
 )
-from hybridflow.models.adapter_files import ADAPTER_CONFIG
-from hybridflow.models.lora import ADAPTER_NAME
+from hybridflow.models.loading import build_config
 from hybridflow.runtime.api import Seat
 from hybridflow.runtime.placement import DEVICE_TYPES, Kind
 from hybridflow.types import Numerics
@@ -38,6 +42,8 @@ class ModelSettings:
     """Hugging Face directory, or a finished run's directory, whose result is taken."""
     config: dict[str, Any] | None = None
     """Builds a new model with random weights from these Hugging Face config values (`model_type` first) instead of loading one."""
+    adapter: str | None = None
+    """PEFT adapter directory whose update is added to the weights of `path` when they are loaded; null adds none."""
     tokenizer: str | None = None
     """Directory of the tokenizer; null takes the model's."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
@@ -77,6 +83,10 @@ def check_model(
         raise ConfigError(f"{key}.path and {key}.config: exactly one is needed; give {key}.path=<directory of a model>")
     if settings.path is not None:
         model_directory(settings.path, key)
+    if settings.adapter is not None:
+        if settings.path is None:
+            raise ConfigError(f"{key}.adapter: an adapter belongs to a trained model; give that as {key}.path")
+        read_form(settings.adapter, f"{key}.adapter")
     if settings.config is not None and settings.tokenizer is None:
         raise ConfigError(f"{key}.tokenizer: a new model needs one; give the directory of a tokenizer")
     if settings.tokenizer is not None and not Path(settings.tokenizer).is_dir():
@@ -97,10 +107,18 @@ def check_model(
 
 def model_directory(path: str, key: str = "model") -> Path:
     """The Hugging Face directory that `path` means: itself, or the result inside a run's directory."""
+    if (Path(path) / ADAPTER_CONFIG).is_file():
+        raise ConfigError(describe_adapter(path, key))
     candidates = [Path(path), Path(path) / "model"]
     for candidate in candidates:
         if (candidate / "config.json").is_file():
             return candidate
+    if not Path(path).exists():
+        raise ConfigError(
+            f"{key}.path: '{path}' does not exist; give a Hugging Face model directory or a run's directory"
+        )
+    if (Path(path) / MANIFEST).is_file():
+        raise ConfigError(f"{key}.path: '{path}' is a checkpoint; hybridflow export checkpoint={path} output=DIR first")
     raise ConfigError(
         f"{key}.path: '{path}' holds no config.json and no finished run; give a Hugging Face model directory or a run's directory"
     )
@@ -118,8 +136,7 @@ def read_config(settings: ModelSettings) -> PretrainedConfig:
         return AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=settings.trust_remote_code
         )
-    values = _config_from(read_tokenizer(settings)) | settings.config
-    return AutoConfig.for_model(values.pop("model_type"), **values)
+    return build_config(_config_from(read_tokenizer(settings)) | settings.config)
 
 
 def build_policy(spec: ModelSpec, seat: Seat) -> Policy:
@@ -138,6 +155,8 @@ def build_policy(spec: ModelSpec, seat: Seat) -> Policy:
     model = load_model(
         directory, device=device, dtype=dtype, numerics=spec.numerics, trust_remote_code=chosen.trust_remote_code
     )
+    if chosen.adapter is not None:
+        merge_adapter(model, chosen.adapter, "model.adapter")
     return Policy(model, read_tokenizer(chosen))
 
 
@@ -146,8 +165,7 @@ def describe_policy(policy: Policy) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as directory:
         save_description(policy.model, policy.tokenizer, directory)
         if has_adapter(policy.model):
-            adapter = policy.model.module.peft_config[ADAPTER_NAME].to_dict() | {"inference_mode": True}
-            (Path(directory) / ADAPTER_CONFIG).write_text(json.dumps(adapter, indent=2, sort_keys=True, default=sorted))
+            save_adapter_config(policy.model, directory)
         return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 

@@ -6,6 +6,7 @@ second node. A CPU device is one core.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ Strategy = Literal["per_device", "per_node", "single"]
 _RANGE = re.compile(r"(cpu|gpu):(\d{1,6})(?:-(\d{1,6}))?")
 _SECTION = "runtime.placement"
 _MAX_NODES_SHOWN = 8
+_GPUS_OF_ASSUMED_NODE = 8
 
 
 @settings
@@ -256,6 +258,37 @@ def plan_placement(settings: PlacementSettings, inventory: Inventory, roles: Seq
             bundles += [slot.reservation for slot in slots[pool.devices]]
     placed = [RolePlacement(role, pool.name, slots[pool.devices], pool.dtype) for pool in pools for role in pool.roles]
     return Placement(tuple(placed), tuple(bundles))
+
+
+def find_shortage(settings: PlacementSettings, inventory: Inventory) -> tuple[Kind, ...]:
+    """The kinds of device of which the settings place more than the cluster has."""
+    needed = _count_needed(settings)
+    kinds: tuple[Kind, ...] = ("gpu", "cpu")
+    return tuple(kind for kind in kinds if needed[kind] > sum(node.num_devices(kind) for node in inventory))
+
+
+def assume_nodes(settings: PlacementSettings) -> Inventory:
+    """A cluster that has just what the settings place: one node, or as many of 8 GPUs as it takes. Each node has all cores that are placed,
+    since these may have to be on one."""
+    needed = _count_needed(settings)
+    num_nodes = max(1, math.ceil(needed["gpu"] / _GPUS_OF_ASSUMED_NODE))
+    num_gpus = needed["gpu"] if num_nodes == 1 else _GPUS_OF_ASSUMED_NODE
+    names = [f"assumed node {number}" for number in range(1, num_nodes + 1)] if num_nodes > 1 else ["an assumed node"]
+    return tuple(NodeInventory(name, name, num_gpus, needed["cpu"]) for name in names)
+
+
+def describe_total(kinds: Sequence[Kind], inventory: Inventory) -> str:
+    """`0 GPUs and 8 CPUs` of the whole cluster."""
+    totals = [(kind, sum(node.num_devices(kind) for node in inventory)) for kind in kinds]
+    return " and ".join(_counted(total, kind.upper()) for kind, total in totals)
+
+
+def _count_needed(settings: PlacementSettings) -> Counter[Kind]:
+    """Devices that the cluster must have, by kind, for the highest number of each to be there."""
+    needed: Counter[Kind] = Counter()
+    for pool in _read_pools(settings):
+        needed[pool.devices.kind] = max(needed[pool.devices.kind], pool.devices.indices[-1] + 1)
+    return needed
 
 
 def plan_new_slot(like: Slot, alive: Inventory, in_use: Sequence[Slot]) -> Slot | None:

@@ -133,11 +133,6 @@ class Task:
         """Whether this object is one of the call's."""
         return any(item in result.objects for result in self.results.values())
 
-    def only_result(self) -> Result:
-        """The result of a call that ran on one worker."""
-        (result,) = self.results.values()
-        return result
-
 
 @dataclass(frozen=True, eq=False)
 class Past:

@@ -2,7 +2,8 @@
 step a mini-batch, exact resume."""
 
 from hybridflow.train_engine.backends import Backend, describe_devices, find_versions, get_available_backends
-from hybridflow.train_engine.engine import NonFiniteError, TrainEngine, TrainSettings
+from hybridflow.train_engine.building import build_workload
+from hybridflow.train_engine.engine import NonFiniteError, TrainEngine
 from hybridflow.train_engine.logprobs import compute_batch_logprobs
 from hybridflow.train_engine.memory import (
     MemoryEstimate,
@@ -17,12 +18,12 @@ from hybridflow.train_engine.micro_batches import ModelWork, compute_model_work,
 from hybridflow.train_engine.optimizer import OptimizerSettings
 from hybridflow.train_engine.ranks import DriftError, Ranks, join_ranks
 from hybridflow.train_engine.schedule import ScheduleSettings
-from hybridflow.train_engine.sharding import Box, compute_box
+from hybridflow.train_engine.settings import TrainSettings
+from hybridflow.train_engine.sharding import compute_box
 from hybridflow.train_engine.tensor_parallel import check_tensor_parallel
 
 __all__ = [
     "Backend",
-    "Box",
     "DriftError",
     "Layout",
     "MemoryEstimate",
@@ -38,6 +39,7 @@ __all__ = [
     "TrainSettings",
     "Workload",
     "build_mesh",
+    "build_workload",
     "check_heads",
     "check_tensor_parallel",
     "compute_batch_logprobs",

@@ -20,10 +20,11 @@ from transformers.activations import ACT2FN
 
 from hybridflow.config import ConfigError
 from hybridflow.models import LanguageModel
+from hybridflow.models.families import FAMILIES
+from hybridflow.train_engine.memory import GIB
 
 _AMPERE = (8, 0)
 _PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "flash-attn", "flash-attn-4", "peft", "ray")
-_LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def describe_devices() -> list[str]:
         return [f"cpu: {os.cpu_count()} cores, {platform.machine()}; torch sees no GPU ({_why_no_gpu()})"]
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [
-        f"cuda:{index}: {device.name}, {device.total_memory / 2**30:.1f} GiB, compute capability {device.major}.{device.minor}"
+        f"cuda:{index}: {device.name}, {device.total_memory / GIB:.1f} GiB, compute capability {device.major}.{device.minor}"
         for index, device in enumerate(devices)
     ]
 
@@ -167,15 +168,6 @@ def check_precision(dtype: torch.dtype, device: torch.device, *, liger: bool = F
         )
 
 
-def check_attention_precision(kernel: str, dtype: torch.dtype) -> None:
-    """Raises ConfigError where a kernel of attention that was asked for ("flash", "cudnn") does not compute in this type."""
-    if kernel in ("flash", "cudnn") and dtype not in (torch.bfloat16, torch.float16):
-        raise ConfigError(
-            f"attention by {kernel} computes in bfloat16, but model.dtype is {_name(dtype)}; write model.dtype=bfloat16, or "
-            "leave the choice of attention to hybridflow"
-        )
-
-
 def _check_gpu_precision(dtype: torch.dtype, device: torch.device) -> None:
     if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
         raise ConfigError(
@@ -206,19 +198,24 @@ class FusedKernels:
     silu_mul: Callable[[Tensor, Tensor], Tensor]
 
 
-def apply_liger(model: LanguageModel) -> None:
-    """Lets this model's norms and MLPs run Liger's kernels; ConfigError where they are not there or do not know the model."""
-    family = model.config.model_type
-    if family not in _LIGER_FAMILIES:
+def check_liger(family: str, *, on_gpu: bool) -> None:
+    """Raises ConfigError for models and devices that Liger's kernels are not for; before launch, wherever they may be installed."""
+    known = [name for name, entry in FAMILIES.items() if entry.liger]
+    if family not in known:
         raise ConfigError(
             f"train.liger is true, but of family '{family}' its kernels are not known to compute the same; write false "
-            f"(known: {', '.join(_LIGER_FAMILIES)})"
+            f"(known: {', '.join(known)})"
         )
+    if not on_gpu:
+        raise ConfigError("train.liger is true, but its kernels need a GPU and the model is on the CPU; write false")
+
+
+def apply_liger(model: LanguageModel) -> None:
+    """Lets this model's norms and MLPs run Liger's kernels; ConfigError where they are not there or do not know the model."""
+    check_liger(model.config.model_type, on_gpu=model.device.type == "cuda")
     backend = _find_liger()
     if not backend:
         raise ConfigError(f"train.liger is true, but cannot be had: {backend.reason}; write false")
-    if model.device.type != "cuda":
-        raise ConfigError("train.liger is true, but its kernels need a GPU and the model is on the CPU; write false")
     apply_kernels(model.module, load_liger())
 
 

@@ -6,8 +6,8 @@ Dimensions: T packed tokens of a micro-batch, M those of them that count.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,16 +17,26 @@ from torch.nn import Parameter
 
 from hybridflow.algorithms.losses import LossSum, TokenLoss, compute_denominator
 from hybridflow.batch import Batch
-from hybridflow.config import Field, HybridflowError, settings
-from hybridflow.models import LanguageModel, LoraSettings, apply_lora, has_adapter, merged_weights, plain_name
-from hybridflow.train_engine.backends import apply_liger, check_precision
-from hybridflow.train_engine.layers import CheckpointingSetting, CompileSetting, TrainLayers, resolve_layers
-from hybridflow.train_engine.logprobs import compute_batch_logprobs, compute_packed_logprobs, find_step, plan_rows
+from hybridflow.config import HybridflowError
+from hybridflow.models import (
+    LanguageModel,
+    compute_base_checksum,
+    has_adapter,
+    iter_merged_weights,
+    plain_name,
+    resolve_lora,
+)
+from hybridflow.train_engine.building import apply_settings, build_layers
+from hybridflow.train_engine.logprobs import (
+    build_micro_batches,
+    compute_batch_logprobs,
+    compute_packed_logprobs,
+    find_ranks_in_step,
+)
 from hybridflow.train_engine.loss_totals import LossTotals
-from hybridflow.train_engine.memory import Workload, read_budget, read_shape
-from hybridflow.train_engine.mesh import ParallelConfig, build_mesh, plan_layout
+from hybridflow.train_engine.mesh import build_mesh, plan_layout
 from hybridflow.train_engine.micro_batches import MicroBatch
-from hybridflow.train_engine.optimizer import AdamW, OptimizerSettings
+from hybridflow.train_engine.optimizer import AdamW
 from hybridflow.train_engine.packing import (
     PackedRows,
     Rows,
@@ -35,10 +45,10 @@ from hybridflow.train_engine.packing import (
     read_rows,
     to_device,
 )
-from hybridflow.train_engine.ranks import Ranks
-from hybridflow.train_engine.schedule import ScheduleSettings, compute_learning_rate
+from hybridflow.train_engine.ranks import ALONE, Ranks
+from hybridflow.train_engine.schedule import compute_learning_rate
+from hybridflow.train_engine.settings import TrainSettings
 from hybridflow.train_engine.sharding import (
-    apply_sharding,
     compute_box,
     compute_cuts,
     free_gathered,
@@ -48,53 +58,9 @@ from hybridflow.train_engine.sharding import (
     read_splits,
     set_last_backward,
 )
-from hybridflow.train_engine.tensor_parallel import apply_tensor_parallel
-from hybridflow.types import Metrics, last, mean, total
+from hybridflow.types import Box, Metrics, last, mean, total
 
-_ALONE = Ranks()
 _PER_WEIGHT = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
-
-
-@settings
-class TrainSettings:
-    """How a model is trained, e.g. `TrainSettings(micro_batch_tokens=8192, optimizer=OptimizerSettings(lr=1e-6))`."""
-
-    micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Tokens that go through the model together; more is faster and takes more memory. A longer row goes alone. Changes no
-    gradient beyond rounding."""
-    parallel_config: ParallelConfig = Field(default_factory=ParallelConfig)
-    """How trainers share the model: data, tensor and sequence parallel, and over how many its storage is split."""
-    lora: LoraSettings | None = None
-    """Trains a low-rank adapter and leaves the model's own weights as they are; null trains all weights."""
-    gradient_checkpointing: CheckpointingSetting = "none"
-    """What of each layer is computed again in backward instead of kept, for long rows in less memory; same gradients. `none` nothing,
-    `selective` all but matrix products and attention, `full` everything but the layer's input, about a third slower. `auto` takes the
-    first of these that the memory will hold."""
-    activation_offload: bool = False
-    """Keeps what backward needs of each layer in the host's memory meanwhile; slower, same gradients."""
-    compile: CompileSetting = "auto"
-    """Compiles the layers by torch.compile: minutes at the start, faster steps. `auto` does on GPUs."""
-    liger: bool = False
-    """Replaces norms, rotary embedding and activation by Liger's kernels, where liger-kernel is installed."""
-    offload: Literal["none", "optimizer", "parameters"] = "none"
-    """What is kept in the host's memory: `optimizer` moments and the float32 masters of bfloat16 weights, which visit the device in each
-    step; `parameters` the sharded weights too, which are then stepped by the CPU (needs parallel_config.shard above 1)."""
-    reshard_after_forward: bool = True
-    """Where weights are split over trainers: frees a layer's gathered weights after its forward pass and gathers them again in
-    backward. false keeps them between: faster, with memory for all gathered weights."""
-    max_skipped_steps: int = Field(default=5, ge=0)
-    """Steps in a row that may be skipped because their loss or gradient is not finite; one more stops the run."""
-    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
-    """AdamW and clipping."""
-    schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
-    """Learning rate over optimizer steps."""
-
-    def __post_init__(self) -> None:
-        if self.offload == "parameters" and self.parallel_config.shard == 1:
-            raise ValueError(
-                "offload is 'parameters', but parallel_config.shard is 1, which keeps weights whole; set shard to 0, or offload to "
-                "'optimizer'"
-            )
 
 
 class StateError(HybridflowError, ValueError):
@@ -129,13 +95,17 @@ class TrainEngine:
     splits or layouts differ by rounding: 1e-5 relative in float32, 1e-10 in float64.
     """
 
-    def __init__(self, model: LanguageModel, settings: TrainSettings, ranks: Ranks = _ALONE, *, seed: int = 0) -> None:
+    def __init__(self, model: LanguageModel, settings: TrainSettings, ranks: Ranks = ALONE, *, seed: int = 0) -> None:
         self.model = model
         self.settings = settings
         self.ranks = ranks
         self.mesh = build_mesh(ranks, plan_layout(settings.parallel_config, ranks.size), model.device)
-        self._partial = self._edit_model(seed)
-        self.layers = self._build_layers()
+        # Before the base is cut up.
+        self._adapter = (
+            None if settings.lora is None else (resolve_lora(settings.lora).scale, compute_base_checksum(model))
+        )
+        self._partial = apply_settings(model, settings, self.mesh, seed)
+        self.layers = build_layers(model, settings, self.mesh)
         parameters = {plain_name(name): weight for name, weight in model.module.named_parameters()}
         self.optimizer = AdamW(parameters, settings.optimizer, self.mesh, on_host=settings.offload == "optimizer")
         self._steps_taken = 0
@@ -182,7 +152,9 @@ class TrainEngine:
         counts = rows.count_masked()
         denominator = self.mesh.data.total(compute_denominator(counts, loss.normalization))
         totals = LossTotals(denominator, self.mesh)
-        plan = plan_rows(self.model, rows, counts > 0, self.settings.micro_batch_tokens, find_step(self.mesh))
+        plan = build_micro_batches(
+            self.model, rows, counts > 0, self.settings.micro_batch_tokens, find_ranks_in_step(self.mesh)
+        )
         with self.layers:
             for index, micro_batch in enumerate(plan):
                 set_last_backward(self.model, index == len(plan) - 1)
@@ -233,14 +205,14 @@ class TrainEngine:
             tensors["rng/cuda"] = torch.cuda.get_rng_state(self.model.device)
         return tensors
 
-    def state_layout(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Of each of `state_tensors` the shape of the whole tensor, and where in it this rank's part begins."""
-        whole = {name: tuple(tensor.shape) for name, tensor in self.state_tensors().items()}
-        layout = {name: (shape, (0,) * len(shape)) for name, shape in whole.items()}
+    def state_layout(self) -> dict[str, Box]:
+        """Where each of `state_tensors` lies in the whole tensor."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.state_tensors().items()}
+        layout = {name: Box(shape, (0,) * len(shape), shape) for name, shape in shapes.items()}
         for name, weight in self.optimizer.weights.items():
             cuts = compute_cuts(weight.splits, self.mesh.layout, self.mesh.world.rank)
             box = compute_box(weight.live.shape, cuts)
-            layout |= {f"{kind}/{name}": (box.global_shape, box.offsets) for kind in _PER_WEIGHT}
+            layout |= {f"{kind}/{name}": box for kind in _PER_WEIGHT}
         return layout
 
     def owned_state(self) -> frozenset[str]:
@@ -255,10 +227,6 @@ class TrainEngine:
         }
         return (whole - {key for keys in per_weight.values() for key in keys}) | owned
 
-    def gather_weights(self) -> dict[str, Tensor]:
-        """`iter_weights` as a dict; memory for the whole model where it is split over ranks."""
-        return dict(self.iter_weights())
-
     @torch.no_grad()
     def iter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The whole weights of the plain model, one at a time, in the model's dtype, an adapter merged in, a tied weight once.
@@ -266,11 +234,15 @@ class TrainEngine:
         All ranks iterate, to the end. A weight that is whole here may be the live one: copy what is to stay as it is.
         """
         free_gathered(self.model)
-        yield from merged_weights(self.model, self._read_whole)
+        yield from iter_merged_weights(self.model, self._read_whole)
 
     def state_json(self) -> dict[str, Any]:
-        """The rest of the state: `{"steps_taken": 20, "skipped_in_a_row": 0}`. The schedule is a function of the first."""
-        return {"steps_taken": self._steps_taken, "skipped_in_a_row": self._skipped_in_a_row}
+        """The rest of the state: `{"steps_taken": 20, "skipped_in_a_row": 0}`. The schedule is a function of the first.
+
+        With an adapter, `adapter` too: its scale, and a checksum of its base.
+        """
+        counts = {"steps_taken": self._steps_taken, "skipped_in_a_row": self._skipped_in_a_row}
+        return counts if self._adapter is None else counts | {"adapter": list(self._adapter)}
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -282,6 +254,8 @@ class TrainEngine:
         """
         ours = self.state_tensors()
         _check_state(ours, tensors)
+        if self._adapter is not None:
+            _check_adapter(self._adapter, state.get("adapter"), self.model.module.name_or_path)
         for name, tensor in ours.items():
             tensor.copy_(tensors[name])
         self.optimizer.round_masters()
@@ -293,49 +267,6 @@ class TrainEngine:
         self._skipped_in_a_row = int(state["skipped_in_a_row"])
         self.optimizer.discard_gradients()
         free_gathered(self.model)
-
-    def _edit_model(self, seed: int) -> frozenset[str]:
-        """Adapter, tensor parallel and sharding; the names of weights whose gradient is in parts over `tensor`."""
-        layout, model, partial = self.mesh.layout, self.model, frozenset[str]()
-        check_precision(model.dtype, model.device, liger=self.settings.liger)
-        if self.settings.lora is not None and not has_adapter(model):
-            apply_lora(model, self.settings.lora, seed)
-        if self.settings.liger:
-            apply_liger(model)
-        if layout.tensor > 1:
-            partial = apply_tensor_parallel(model, self.mesh)
-        if layout.shard > 1:
-            apply_sharding(
-                model,
-                self.mesh,
-                reshard_after_forward=self.settings.reshard_after_forward,
-                offload_parameters=self.settings.offload == "parameters",
-            )
-        return partial
-
-    def _build_layers(self) -> TrainLayers:
-        """How the decoder layers run in training; the same on all ranks, which share each pass."""
-        layout, settings = self.mesh.layout, self.settings
-        trained = sum(weight.numel() for weight in self.model.module.parameters() if weight.requires_grad)
-        workload = Workload(
-            shape=read_shape(self.model.config),
-            dtype=self.model.dtype,
-            micro_batch_tokens=settings.micro_batch_tokens,
-            tensor=layout.tensor,
-            sequence=layout.sequence,
-            shard=layout.shard,
-            replicas=layout.data * layout.sequence,
-            trained_weights=trained if has_adapter(self.model) else None,
-        )
-        mode = resolve_layers(
-            self.model,
-            workload,
-            int(min(numbers[0] for numbers in self.ranks.gather([read_budget(self.model.device)]))),
-            checkpointing=settings.gradient_checkpointing,
-            compiled=settings.compile,
-            offload=settings.activation_offload,
-        )
-        return TrainLayers(self.model, workload, mode)
 
     def _pass(self, rows: Rows, micro_batch: MicroBatch, loss: TokenLoss, totals: LossTotals) -> None:
         """Forward and backward of one micro-batch."""
@@ -456,3 +387,24 @@ def _check_state(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> No
                 f"tensor '{name}' is {saved.dtype} {list(saved.shape)} in the saved state, but {tensor.dtype} "
                 f"{list(tensor.shape)} here; resume with the same model, device and dtype"
             )
+
+
+def _check_adapter(ours: tuple[float, str], saved: Sequence[Any] | None, path: str) -> None:
+    """The same adapter under another scale, or beside another base, is another policy."""
+    if saved is None:
+        raise StateError(
+            "the checkpoint is of an older version of hybridflow, which did not note what its adapter was trained on; go on with that "
+            "version, or export the adapter and start a new run with train.lora.path"
+        )
+    scale, base = saved
+    if ours[0] != scale:
+        raise StateError(
+            f"the saved adapter was trained at a scale of {scale:g}, and train.lora makes it {ours[0]:g} (alpha / rank); resume with the "
+            "train.lora.alpha and rslora of the run's config.yaml"
+        )
+    dtype, there = ours[1].split(":")[0], str(base).split(":")[0]
+    if dtype == there and ours[1] != base:
+        where = f"'{path}' holds" if path else "this model has"
+        raise StateError(
+            f"the adapter was trained on other base weights than {where}; resume with the model.path of the run's config.yaml"
+        )

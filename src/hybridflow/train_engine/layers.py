@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -21,10 +21,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hybridflow.config import ConfigError
 from hybridflow.models import LanguageModel
 from hybridflow.models.attention import ATTENTION_NAME
+from hybridflow.models.attention_varlen import serves_varlen
+from hybridflow.train_engine.host_inputs import HostInputs
 from hybridflow.train_engine.memory import (
     GIB,
     MODES,
     Checkpointing,
+    LayerMode,
     OutOfMemoryError,
     Phase,
     Workload,
@@ -52,35 +55,10 @@ CheckpointingSetting = Annotated[Literal["none", "selective", "full", "auto"], B
 CompileSetting = bool | Literal["auto"]
 
 
-@dataclass(frozen=True)
-class LayerMode:
-    """How layers run: `LayerMode(checkpointing="full", compiled=True)`.
-
-    offload: layer inputs wait on the host, with `full`.
-    auto:    `checkpointing` was chosen here, and may become stricter.
-    """
-
-    checkpointing: Checkpointing = "none"
-    compiled: bool = False
-    offload: bool = False
-    auto: bool = False
-
-
-def resolve_layers(
-    model: LanguageModel,
-    workload: Workload,
-    budget_bytes: int,
-    *,
-    checkpointing: CheckpointingSetting = "auto",
-    compiled: CompileSetting = "auto",
-    offload: bool = False,
-) -> LayerMode:
-    """The mode that the settings ask for on this device; ConfigError for what cannot be.
-
-    auto: of checkpointing, the fastest mode whose estimate is within the budget, `full` with offload, none in exact mode; said in a line
-          of the log where it is not none. Of `compiled`: on GPUs.
-    """
-    on_gpu, exact = model.device.type == "cuda", model.numerics == "exact"
+def check_layers(
+    checkpointing: CheckpointingSetting, compiled: CompileSetting, offload: bool, *, on_gpu: bool, exact: bool
+) -> None:
+    """Raises ConfigError for what cannot be on such a device in such numerics; before launch, without the model."""
     if exact and checkpointing in ("selective", "full"):
         raise ConfigError(
             f"train.gradient_checkpointing is {checkpointing}, but numerics 'exact' cannot compute layers again in backward; "
@@ -92,7 +70,25 @@ def resolve_layers(
         )
     if offload:
         _check_offload(checkpointing, on_gpu=on_gpu)
-    compiles = on_gpu and not exact if compiled == "auto" else compiled
+
+
+def resolve_layers(
+    model: LanguageModel,
+    workload: Workload,
+    budget_bytes: int,
+    *,
+    checkpointing: CheckpointingSetting,
+    compiled: CompileSetting,
+    offload: bool,
+) -> LayerMode:
+    """The mode that the settings ask for on this device; ConfigError for what cannot be.
+
+    auto: of checkpointing, the fastest mode whose estimate is within the budget, `full` with offload, none in exact mode; said in a line
+          of the log where it is not none. Of `compiled`: see `plan_compile`.
+    """
+    on_gpu, exact = model.device.type == "cuda", model.numerics == "exact"
+    check_layers(checkpointing, compiled, offload, on_gpu=on_gpu, exact=exact)
+    compiles = plan_compile(compiled, workload)
     if checkpointing != "auto":
         return LayerMode(checkpointing, compiles, offload)
     if exact:
@@ -100,6 +96,15 @@ def resolve_layers(
     chosen = "full" if offload else plan_checkpointing(workload, budget_bytes, compiled=compiles)
     _tell_choice(chosen, workload, budget_bytes, compiles)
     return LayerMode(chosen, compiles, offload, auto=True)
+
+
+def plan_compile(compiled: CompileSetting, workload: Workload) -> bool:
+    """Whether layers run compiled; `auto`: on GPUs, where a kernel serves packed rows."""
+    if compiled != "auto":
+        return compiled
+    shape, device = workload.shape, torch.device("cuda" if workload.on_gpu else "cpu")
+    # Attention over padded blocks has Python inside, other for each batch.
+    return serves_varlen(device, workload.dtype, shape.head_dim, shape.attention_softcap)
 
 
 def _check_offload(checkpointing: CheckpointingSetting, *, on_gpu: bool) -> None:
@@ -117,7 +122,7 @@ def _check_offload(checkpointing: CheckpointingSetting, *, on_gpu: bool) -> None
 def _tell_choice(chosen: Checkpointing, workload: Workload, budget_bytes: int, compiled: bool) -> None:
     if chosen == "none":
         return
-    plain = compute_memory(workload, checkpointing="none", compiled=compiled)
+    plain = compute_memory(workload, LayerMode("none", compiled))
     _log.warning(
         "gradient_checkpointing auto takes %s: a micro-batch of %d tokens without it is estimated at %.1f GiB of activations "
         "beside %.1f GiB of weights, gradients and optimizer, and there are %.1f GiB",
@@ -148,7 +153,7 @@ class TrainLayers(AbstractContextManager["TrainLayers"]):
         self._stack = ExitStack()
 
     def __enter__(self) -> TrainLayers:
-        if self.mode == LayerMode(auto=self.mode.auto):
+        if self.mode.is_plain:
             return self
         if any("forward" in vars(layer) for layer in self._layers):
             raise RuntimeError("a layer's forward is replaced already: leave the context that did it first")
@@ -179,11 +184,7 @@ class TrainLayers(AbstractContextManager["TrainLayers"]):
 
     def phase(self, phase: Phase, num_tokens: int | None = None) -> AbstractContextManager[None]:
         """Around a part of a step: an out-of-memory error in it names the phase, the tokens of the micro-batch and the remedies."""
-        mode = self.mode
-        return naming_out_of_memory(
-            *(phase, num_tokens, self._model.device, self._workload),
-            checkpointing=mode.checkpointing, compiled=mode.compiled, offload=mode.offload,
-        )  # fmt: skip
+        return naming_out_of_memory(phase, num_tokens, self._model.device, self._workload, self.mode)
 
     def attempt(self, step: Callable[[], T], discard: Callable[[], None], *, alone: bool) -> T:
         """What `step` returns. Where memory does not suffice, `auto` makes checkpointing stricter, says so, and does the step again.
@@ -282,87 +283,3 @@ def _kept_ops() -> frozenset[Any]:
             torch.ops.torch_attn._varlen_attn.default,
         }
     )
-
-
-class HostInputs:
-    """Layer inputs that wait in pinned host memory from forward to backward, copied beside the computation.
-
-    One micro-batch at a time: backward needs them in the reverse order, and each is fetched while the layer above it runs.
-    On the CPU they are copies, which tests count.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        self._waiting: list[_HostInput] = []
-
-    def keeping(self, hidden_TD: Tensor) -> AbstractContextManager[Any]:
-        """While a layer runs: of what autograd saves, its input goes to the host."""
-        address = hidden_TD.untyped_storage().data_ptr()
-
-        def pack(tensor: Tensor) -> Tensor | _HostInput:
-            return self._send(tensor) if tensor.untyped_storage().data_ptr() == address else tensor
-
-        def unpack(kept: Tensor | _HostInput) -> Tensor:
-            return kept if isinstance(kept, Tensor) else self._fetch(kept)
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-    @property
-    def num_waiting(self) -> int:
-        """Inputs on the host now."""
-        return len(self._waiting)
-
-    def clear(self) -> None:
-        """Forgets inputs that no backward pass came for."""
-        self._waiting.clear()
-
-    def _send(self, tensor: Tensor) -> _HostInput:
-        kept = _HostInput(torch.empty_like(tensor, device="cpu", pin_memory=self._device.type == "cuda"))
-        with self._beside() as stream:
-            kept.host.copy_(tensor.detach(), non_blocking=True)
-            if stream is not None:
-                # Its memory is not given away before the copy has been made.
-                tensor.record_stream(stream)
-        self._waiting.append(kept)
-        return kept
-
-    def _fetch(self, kept: _HostInput) -> Tensor:
-        place = next((index for index, other in enumerate(self._waiting) if other is kept), None)
-        self._start(kept)
-        if place is not None:
-            del self._waiting[place:]
-        if kept.event is not None:
-            torch.cuda.current_stream(self._device).wait_event(kept.event)
-        if self._waiting:
-            self._start(self._waiting[-1])
-        assert kept.fetched is not None
-        return kept.fetched
-
-    def _start(self, kept: _HostInput) -> None:
-        if kept.fetched is not None:
-            return
-        kept.fetched = torch.empty_like(kept.host, device=self._device)
-        with self._beside() as stream:
-            kept.fetched.copy_(kept.host, non_blocking=True)
-            if stream is not None:
-                kept.event = stream.record_event()
-
-    @contextmanager
-    def _beside(self) -> Iterator[torch.cuda.Stream | None]:
-        """On a stream of its own that has waited for what is under way, so that the copy sees it."""
-        if self._device.type != "cuda":
-            yield None
-            return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield self._stream
-
-
-@dataclass(eq=False)
-class _HostInput:
-    host: Tensor
-    fetched: Tensor | None = None
-    event: torch.cuda.Event | None = None

@@ -21,15 +21,13 @@ from hybridflow.train_engine.micro_batches import (
     plan_micro_batches,
 )
 from hybridflow.train_engine.packing import PackedRows, Rows, pack_rows, read_rows
-from hybridflow.train_engine.ranks import Ranks
-
-_ALONE = Ranks()
+from hybridflow.train_engine.ranks import ALONE, Ranks
 
 
-def plan_rows(
-    model: LanguageModel, rows: Rows, wanted: NDArray[np.bool_], max_tokens: int, in_step: Ranks = _ALONE
+def build_micro_batches(
+    model: LanguageModel, rows: Rows, wanted: NDArray[np.bool_], max_tokens: int, in_step: Ranks = ALONE
 ) -> tuple[MicroBatch, ...]:
-    """Micro-batches of the wanted rows [S]; their `rows` are row numbers of the batch.
+    """Micro-batches of the wanted rows [S]; their `rows` are row numbers of the batch. A collective of the ranks in step.
 
     in_step: ranks that pass through their micro-batches together, because each pass gathers weights from all of them: all get as many,
              the last ones without rows where rows run out.
@@ -44,9 +42,9 @@ def plan_rows(
     return tuple(MicroBatch(tuple(index[list(part.rows)].tolist()), part.num_tokens, part.cost) for part in plan)
 
 
-def find_step(mesh: Mesh) -> Ranks:
+def find_ranks_in_step(mesh: Mesh) -> Ranks:
     """The ranks that pass through their micro-batches together."""
-    return mesh.data if mesh.layout.shard > 1 else _ALONE
+    return mesh.data if mesh.layout.shard > 1 else ALONE
 
 
 def compute_packed_logprobs(
@@ -90,12 +88,12 @@ def compute_batch_logprobs(
     the numbers equal the training forward's bit for bit; in exact mode they do whatever else is in the batch.
     """
     model.module.eval()
-    sequence, in_step = (_ALONE, _ALONE) if mesh is None else (mesh.sequence, find_step(mesh))
+    sequence, in_step = (ALONE, ALONE) if mesh is None else (mesh.sequence, find_ranks_in_step(mesh))
     rows = read_rows(batch)
     scored = rows.loss_mask if only_masked else np.ones_like(rows.loss_mask)
     wanted = rows.count_masked() > 0 if only_masked else rows.lengths > 1
     parts, places = [], []
-    for micro_batch in plan_rows(model, rows, wanted, micro_batch_tokens, in_step):
+    for micro_batch in build_micro_batches(model, rows, wanted, micro_batch_tokens, in_step):
         packed = pack_rows(rows, micro_batch.rows, scored, model.device, sequence)
         parts.append(compute_packed_logprobs(model, packed, temperature=temperature, with_entropy=False)[0])
         places.append(packed.places_M)

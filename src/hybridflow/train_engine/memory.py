@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import PretrainedConfig
 
 from hybridflow.config import HybridflowError
+from hybridflow.models.families import find_family
+from hybridflow.models.head_chunks import compute_head_bytes
 
 Checkpointing = Literal["none", "selective", "full"]
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -23,11 +25,8 @@ MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 Phase = Literal["forward", "backward", "optimizer"]
 
 GIB = 2**30
-_CHUNK_LOGITS_BYTES = 512 * 2**20
 # Of what a device has, some goes to the context, the kernels and the gaps between blocks.
 _USABLE = {"cuda": 0.9, "cpu": 0.5}
-_QK_NORM_FAMILIES = ("qwen3", "gemma3_text")
-_FOUR_NORM_FAMILIES = ("gemma2", "gemma3_text")
 _TOLD = 4
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -43,6 +42,7 @@ class ModelShape:
     num_norms: norms over the hidden states in a layer.
     qk_norm:   queries and keys are normed too.
     tied:      the head is the embedding.
+    attention_softcap: None for families without one.
     """
 
     num_layers: int
@@ -55,6 +55,7 @@ class ModelShape:
     num_norms: int = 2
     qk_norm: bool = False
     tied: bool = True
+    attention_softcap: float | None = None
 
     @property
     def layer_weights(self) -> int:
@@ -70,6 +71,25 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class LayerMode:
+    """How layers run: `LayerMode(checkpointing="full", compiled=True)`.
+
+    offload: layer inputs wait on the host, with `full`.
+    auto:    `checkpointing` was chosen here, and may become stricter.
+    """
+
+    checkpointing: Checkpointing = "none"
+    compiled: bool = False
+    offload: bool = False
+    auto: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether layers run as they are."""
+        return self.checkpointing == "none" and not (self.compiled or self.offload)
+
+
+@dataclass(frozen=True)
 class Workload:
     """What one rank has to hold and to run, in numbers.
 
@@ -79,6 +99,7 @@ class Workload:
     replicas:           ranks of `data` x `sequence`, over which weights could be sharded.
     trained_weights:    how many train; None: all. The others (the base under LoRA) have neither gradient nor optimizer.
     on_host:            what waits in the host's memory: `optimizer` moments and masters, `parameters` shards and gradients too.
+    on_gpu:             where the passes run.
     """
 
     shape: ModelShape
@@ -90,6 +111,7 @@ class Workload:
     replicas: int = 1
     trained_weights: int | None = None
     on_host: Literal["none", "optimizer", "parameters"] = "none"
+    on_gpu: bool = True
 
 
 @dataclass(frozen=True)
@@ -99,20 +121,20 @@ class MemoryEstimate:
     weights:     live weights, with float32 masters where they have some.
     gradients:   in the masters' type.
     optimizer:   both moments.
-    activations: kept from forward to backward, and what one layer's backward holds beside them.
-    logits:      chunks of the head.
+    activations: kept from forward to backward.
+    backward:    what the head's backward or one layer's holds beside them, whichever is more.
     """
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
-    logits: int
+    backward: int
 
     @property
     def total(self) -> int:
         """Their sum."""
-        return self.fixed + self.activations + self.logits
+        return self.fixed + self.activations + self.backward
 
     @property
     def fixed(self) -> int:
@@ -122,7 +144,7 @@ class MemoryEstimate:
 
 def read_shape(config: PretrainedConfig) -> ModelShape:
     """The shape that a model's config describes; no weights are needed."""
-    values = config.to_dict()
+    values, family = config.to_dict(), find_family(config.model_type)
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -131,37 +153,38 @@ def read_shape(config: PretrainedConfig) -> ModelShape:
         num_kv_heads=config.num_key_value_heads,
         head_dim=values.get("head_dim") or config.hidden_size // config.num_attention_heads,
         vocab_size=config.vocab_size,
-        num_norms=4 if config.model_type in _FOUR_NORM_FAMILIES else 2,
-        qk_norm=config.model_type in _QK_NORM_FAMILIES,
+        num_norms=family.num_norms,
+        qk_norm=family.normed_heads,
         tied=bool(config.tie_word_embeddings),
+        attention_softcap=values.get("attn_logit_softcapping"),
     )
 
 
-def compute_memory(
-    workload: Workload, *, checkpointing: Checkpointing, compiled: bool, offload: bool = False
-) -> MemoryEstimate:
+def compute_memory(workload: Workload, mode: LayerMode) -> MemoryEstimate:
     """An estimate of the peak of one rank, in bytes.
 
-    offload: layer inputs wait on the host (with `full` alone).
-
-    Activations are held against what autograd saves, in tests; the rest is counted. The step's peak is taken to be where the head's
-    backward ends and the last layer's begins, with everything still there.
+    Activations are held against what autograd saves, in tests; the rest is counted. The peak is in the head's backward or in the last
+    layer's, which follows it, with all activations still there. Logits that the head keeps are not counted: it takes for them a share
+    of what is free, so a device may be seen to hold more than is needed.
     """
     shape = workload.shape
     tokens = -(-workload.micro_batch_tokens // workload.sequence)
-    kept = compute_layer_bytes(workload, checkpointing=checkpointing, compiled=compiled)
-    # Backward holds the gradients of a layer's widest tensors, and all of a layer that it has computed again.
-    working = compute_layer_bytes(workload, checkpointing="none", compiled=compiled)
     ends = 4 * shape.hidden_size * workload.dtype.itemsize
-    layers_kept = min(2, shape.num_layers) if offload else shape.num_layers
+    layers_kept = min(2, shape.num_layers) if mode.offload else shape.num_layers
+    # The gradients of a layer's widest tensors, and all of a layer that is computed again.
+    layer = tokens * compute_layer_bytes(workload, replace(mode, checkpointing="none"))
+    head = compute_head_bytes(
+        tokens, shape.vocab_size // workload.tensor, shape.hidden_size, workload.dtype,
+        on_gpu=workload.on_gpu, trains=workload.trained_weights is None,
+    )  # fmt: skip
     return MemoryEstimate(
         **_compute_fixed(workload),
-        activations=tokens * (layers_kept * kept + working + ends),
-        logits=_compute_logits(workload, tokens),
+        activations=tokens * (layers_kept * compute_layer_bytes(workload, mode) + ends),
+        backward=max(layer, head),
     )
 
 
-def compute_layer_bytes(workload: Workload, *, checkpointing: Checkpointing, compiled: bool) -> int:
+def compute_layer_bytes(workload: Workload, mode: LayerMode) -> int:
     """Bytes a token that one layer keeps for its backward pass.
 
     full:      its input.
@@ -173,15 +196,15 @@ def compute_layer_bytes(workload: Workload, *, checkpointing: Checkpointing, com
     """
     shape, size = workload.shape, workload.dtype.itemsize
     hidden = shape.hidden_size
-    if checkpointing == "full":
+    if mode.checkpointing == "full":
         return size * hidden
     queries = shape.num_heads * shape.head_dim // workload.tensor
     keys = max(1, shape.num_kv_heads // workload.tensor) * shape.head_dim
     inner = shape.intermediate_size // workload.tensor
     log_sums = 4 * shape.num_heads // workload.tensor
-    if checkpointing == "selective":
+    if mode.checkpointing == "selective":
         return size * (3 * hidden + 2 * queries + 2 * keys + 2 * inner) + log_sums
-    if compiled:
+    if mode.compiled:
         return size * (4 * hidden + 3 * queries + 3 * keys + 3 * inner) + log_sums
     normed = shape.num_norms * hidden
     heads_normed = queries + keys if shape.qk_norm else 0
@@ -209,18 +232,10 @@ def _compute_fixed(workload: Workload) -> dict[str, int]:
     }
 
 
-def _compute_logits(workload: Workload, tokens: int) -> int:
-    vocabulary = workload.shape.vocab_size // workload.tensor
-    chunk = min(_CHUNK_LOGITS_BYTES, 4 * tokens * vocabulary)
-    head_trains = workload.trained_weights is None
-    # Logits, their log-probabilities and their gradient; and the weight's gradient, in float32 until it is added up.
-    return 3 * chunk + (4 * vocabulary * workload.shape.hidden_size if head_trains else 0)
-
-
 def plan_checkpointing(workload: Workload, budget_bytes: int, *, compiled: bool) -> Checkpointing:
     """The fastest mode whose estimate is within the budget; `full` where none is."""
     for mode in MODES:
-        if compute_memory(workload, checkpointing=mode, compiled=compiled).total <= budget_bytes:
+        if compute_memory(workload, LayerMode(mode, compiled)).total <= budget_bytes:
             return mode
     return "full"
 
@@ -250,52 +265,50 @@ def _read_container_limit() -> int:
 
 @contextmanager
 def naming_out_of_memory(
-    phase: Phase, num_tokens: int | None, device: torch.device, workload: Workload, **mode: Any
+    phase: Phase, num_tokens: int | None, device: torch.device, workload: Workload, mode: LayerMode
 ) -> Iterator[None]:
     """Turns torch's out-of-memory error into one that says what to do.
 
     num_tokens: of the micro-batch that runs; None where none does.
-    mode:       `checkpointing`, `compiled` and `offload` of `compute_memory`, as they are now.
+    mode:       as layers run now.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        text = describe_out_of_memory(phase, num_tokens, device, workload, **mode)
+        text = describe_out_of_memory(phase, num_tokens, device, workload, mode)
         raise OutOfMemoryError(f"{text} ({str(error).splitlines()[0].rstrip('.')})") from error
 
 
 def describe_out_of_memory(
-    phase: Phase, num_tokens: int | None, device: torch.device, workload: Workload, **mode: Any
+    phase: Phase, num_tokens: int | None, device: torch.device, workload: Workload, mode: LayerMode
 ) -> str:
     """`out of memory in backward of a micro-batch of 16384 tokens: 78.9 of 79.2 GiB of cuda:0 are in use; ...`."""
     used, there = read_usage(device)
     where = f"{phase} of a micro-batch of {num_tokens} tokens" if num_tokens else f"the {phase} step"
-    remedies = [f"{knob} (about {_gib(saved)} GiB less)" for knob, saved in plan_remedies(workload, **mode)]
+    remedies = [f"{knob} (about {_gib(saved)} GiB less)" for knob, saved in plan_remedies(workload, mode)]
     advice = ", ".join(remedies) or "a smaller model or more devices"
     return (
         f"out of memory in {where}: {_gib(used)} of {_gib(there)} GiB of {device} are in use; what would help: {advice}"
     )
 
 
-def plan_remedies(
-    workload: Workload, *, checkpointing: Checkpointing, compiled: bool, offload: bool = False
-) -> list[tuple[str, int]]:
+def plan_remedies(workload: Workload, mode: LayerMode) -> list[tuple[str, int]]:
     """Settings that would take less memory, each with the bytes it is estimated to save; the most first, at most four."""
-    now = compute_memory(workload, checkpointing=checkpointing, compiled=compiled, offload=offload)
+    now = compute_memory(workload, mode)
 
-    def saved(other: Workload, mode: Checkpointing = checkpointing, offloaded: bool = offload) -> int:
-        return now.total - compute_memory(other, checkpointing=mode, compiled=compiled, offload=offloaded).total
+    def saved(other: Workload, other_mode: LayerMode = mode) -> int:
+        return now.total - compute_memory(other, other_mode).total
 
     half = workload.micro_batch_tokens // 2
     remedies = {
-        f"train.gradient_checkpointing={mode}": saved(workload, mode)
-        for mode in MODES[MODES.index(checkpointing) + 1 :]
+        f"train.gradient_checkpointing={stricter}": saved(workload, replace(mode, checkpointing=stricter))
+        for stricter in MODES[MODES.index(mode.checkpointing) + 1 :]
     }
-    remedies[f"train.micro_batch_tokens={half}, if no row is longer"] = saved(
-        replace(workload, micro_batch_tokens=half)
-    )
-    if checkpointing == "full" and not offload:
-        remedies["train.activation_offload=true"] = saved(workload, offloaded=True)
+    if half:
+        halved = saved(replace(workload, micro_batch_tokens=half))
+        remedies[f"train.micro_batch_tokens={half}, if no row is longer"] = halved
+    if mode.checkpointing == "full" and not mode.offload:
+        remedies["train.activation_offload=true"] = saved(workload, replace(mode, offload=True))
     if workload.on_host == "none":
         remedies["train.offload=optimizer"] = saved(replace(workload, on_host="optimizer"))
     if workload.replicas > workload.shard:

@@ -7,6 +7,7 @@ replicate x shard x tensor, where replicate x shard is data x sequence in one li
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -67,6 +68,11 @@ class Layout:
         """How many ranks hold the same weights."""
         return self.data * self.sequence // self.shard
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all weights and all of the optimizer."""
+        return self.shard == 1 and self.tensor == 1
+
     def degree(self, axis: Axis) -> int:
         """How many ranks there are along the axis; `tokens` is data x sequence."""
         return self._shape(axis)[1]
@@ -117,6 +123,8 @@ class Layout:
 def plan_layout(config: ParallelConfig, size: int) -> Layout:
     """The layout of `size` trainers; ConfigError names the key that does not fit them."""
     model = config.tp * config.sp
+    if size == 1 and (needed := compute_least_trainers(config)) > 1:
+        raise ConfigError(_explain_alone(config, needed))
     if size % model:
         raise ConfigError(
             f"{_KEY}: tp={config.tp} and sp={config.sp} need a multiple of {model} trainers, but there are {size}; "
@@ -130,10 +138,29 @@ def plan_layout(config: ParallelConfig, size: int) -> Layout:
     shard = config.shard or data * config.sp
     if data * config.sp % shard:
         raise ConfigError(
-            f"{_KEY}.shard: {shard} does not divide the {data * config.sp} trainers of dp * sp; "
+            f"{_KEY}.shard: {shard} does not divide the {_count_trainers(data * config.sp)} of dp * sp; "
             "set it to 0 for all, 1 for none, or a divisor"
         )
     return Layout(data=data, sequence=config.sp, tensor=config.tp, shard=shard)
+
+
+def compute_least_trainers(config: ParallelConfig) -> int:
+    """The smallest number of trainers that the degrees fit: `tp=2, shard=3` takes 6."""
+    shard = config.shard or 1
+    return config.tp * config.sp * (config.dp or shard // math.gcd(shard, config.sp))
+
+
+def _explain_alone(config: ParallelConfig, needed: int) -> str:
+    degrees = {"tp": config.tp, "sp": config.sp, "dp": config.dp, "shard": config.shard}
+    asked = " and ".join(f"{name}={degree}" for name, degree in degrees.items() if degree and degree > 1)
+    return (
+        f"{_KEY}: {asked} takes {needed} trainers or a multiple, but there is 1 trainer; more need runtime.kind=ray with "
+        f'runtime.placement.device_map={{actor: "gpu:0-{needed - 1}"}} (or cpu:0-{needed - 1})'
+    )
+
+
+def _count_trainers(count: int) -> str:
+    return f"{count} trainer{'' if count == 1 else 's'}"
 
 
 def check_heads(layout: Layout, num_heads: int, num_kv_heads: int) -> None:
@@ -144,19 +171,33 @@ def check_heads(layout: Layout, num_heads: int, num_kv_heads: int) -> None:
     """
     for name, count in (("attention heads", num_heads), ("key-value heads", num_kv_heads)):
         if count % layout.tensor:
+            fitting = [degree for degree in _divisors(num_heads) if num_kv_heads % degree == 0]
             raise ConfigError(
-                f"{_KEY}.tp: {layout.tensor} does not divide the model's {count} {name}; set it to a divisor"
+                f"{_KEY}.tp: {layout.tensor} does not divide the model's {count} {name}; with {num_heads} attention heads and "
+                f"{num_kv_heads} key-value heads, set it to {_join_or(fitting)}"
             )
     heads, kv_heads = num_heads // layout.tensor, num_kv_heads // layout.tensor
-    if heads % layout.sequence:
-        raise ConfigError(
-            f"{_KEY}.sp: {layout.sequence} does not divide the {heads} attention heads of a rank; set it to a divisor"
+    fitting = [degree for degree in _divisors(heads) if kv_heads % degree == 0 or degree % kv_heads == 0]
+    if layout.sequence not in fitting:
+        why = (
+            f"does not divide the {heads} attention heads of a rank"
+            if heads % layout.sequence
+            else f"neither divides the {kv_heads} key-value heads of a rank nor is a multiple of them"
         )
-    if kv_heads % layout.sequence and layout.sequence % kv_heads:
         raise ConfigError(
-            f"{_KEY}.sp: {layout.sequence} neither divides the {kv_heads} key-value heads of a rank nor is a multiple of them; "
-            "set it to one that does"
+            f"{_KEY}.sp: {layout.sequence} {why}; with {heads} attention heads and {kv_heads} key-value heads a rank, "
+            f"set it to {_join_or(fitting)}"
         )
+
+
+def _divisors(number: int) -> list[int]:
+    return [degree for degree in range(1, number + 1) if number % degree == 0]
+
+
+def _join_or(degrees: list[int]) -> str:
+    """`1, 2 or 4`."""
+    *others, last = map(str, degrees)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 class Mesh:
@@ -198,7 +239,7 @@ def build_mesh(ranks: Ranks, layout: Layout, device: torch.device) -> Mesh:
 
 
 def _build_device_mesh(ranks: Ranks, layout: Layout, device_type: str) -> DeviceMesh | None:
-    if layout.shard == 1 and layout.tensor == 1:
+    if layout.is_whole:
         return None
     names = tuple(axis for axis in _STORAGE if layout.degree(axis) > 1)
     groups = [ranks.build_group(layout.partition(axis)) for axis in names]

@@ -16,7 +16,7 @@ from hybridflow.config import Field, settings
 from hybridflow.train_engine.gradients import sum_gradients
 from hybridflow.train_engine.mesh import Layout, Mesh, build_mesh
 from hybridflow.train_engine.offload import HostState, build_host_copy
-from hybridflow.train_engine.ranks import Ranks
+from hybridflow.train_engine.ranks import ALONE, Ranks
 from hybridflow.train_engine.sharding import Split, SplitAxis, local_part, read_splits
 
 _MASTER_DTYPES = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
@@ -144,7 +144,7 @@ class AdamW:
         on_host: bool = False,
     ) -> None:
         self._settings = settings
-        self._mesh = mesh or build_mesh(Ranks(), Layout(), torch.device("cpu"))
+        self._mesh = mesh or build_mesh(ALONE, Layout(), torch.device("cpu"))
         self._host = HostState() if on_host else None
         trained = {name: live for name, live in parameters.items() if live.requires_grad}
         if not trained:

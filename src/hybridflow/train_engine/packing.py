@@ -17,11 +17,10 @@ from torch import Tensor
 from hybridflow.algorithms.losses import Normalization, compute_token_weights
 from hybridflow.batch import Batch
 from hybridflow.models import Packed, predicted_positions
-from hybridflow.train_engine.ranks import Ranks
+from hybridflow.train_engine.ranks import ALONE, Ranks
 from hybridflow.train_engine.sequence_parallel import UlyssesPlan
 from hybridflow.types import RowState
 
-_ALONE = Ranks()
 # Rows of a matrix product that a GPU works on together; also keeps the number of shapes small.
 _TILE_TOKENS = {"cpu": 1, "cuda": 128}
 
@@ -96,7 +95,7 @@ def read_rows(batch: Batch | None, columns: Iterable[str] = ()) -> Rows:
 
 
 def pack_rows(
-    rows: Rows, chosen: Sequence[int], scored: NDArray[np.bool_], device: torch.device, axis: Ranks = _ALONE
+    rows: Rows, chosen: Sequence[int], scored: NDArray[np.bool_], device: torch.device, axis: Ranks = ALONE
 ) -> PackedRows:
     """The chosen rows side by side, in the order given; none make a micro-batch of the dummy row alone.
 
@@ -111,7 +110,7 @@ def pack_rows(
     places_T = positions_T + np.repeat(rows.offsets[index], lengths)
     tokens_T = torch.from_numpy(rows.tokens[places_T].astype(np.int64))
     cu_seqlens = torch.from_numpy(starts.astype(np.int32))
-    part = plan_part(places_T.size, axis, _TILE_TOKENS[device.type])
+    part = plan_part(places_T.size, axis.rank, axis.size, _TILE_TOKENS[device.type])
     is_here_T = part.speaks_of(places_T.size)
     hidden_index, token_index = predicted_positions(cu_seqlens)
     wanted = torch.from_numpy(scored[places_T] & is_here_T)[token_index]
@@ -160,14 +159,14 @@ class Part:
         return (before_T >= self.start) & (before_T < self.start + self.size)
 
 
-def plan_part(num_tokens: int, axis: Ranks, tile_tokens: int) -> Part:
-    """The part of this rank of the axis.
+def plan_part(num_tokens: int, rank: int, degree: int, tile_tokens: int) -> Part:
+    """The part of one of `degree` ranks.
 
     Invariants: parts follow each other in the order of ranks and are of one size, the smallest multiple of `tile_tokens` above 0 with which
     they hold all tokens; what they hold beyond these are dummy tokens at the end.
     """
-    size = max(1, -(-num_tokens // (axis.size * tile_tokens))) * tile_tokens
-    return Part(axis.rank * size, size, axis.size * size - num_tokens)
+    size = max(1, -(-num_tokens // (degree * tile_tokens))) * tile_tokens
+    return Part(rank * size, size, degree * size - num_tokens)
 
 
 def _build_attention(lengths: NDArray[np.int64], padding: int, axis: Ranks) -> Packed:

@@ -190,6 +190,10 @@ class _Gang:
             dist.destroy_process_group()
 
 
+ALONE = Ranks()
+"""One process, which nobody else is with."""
+
+
 def join_ranks(*, rank: int, size: int, rendezvous: str | None, device: torch.device, timeout_s: float) -> Ranks:
     """Meets the other ranks, and returns when all are there.
 

@@ -24,6 +24,7 @@ from torch.nn import Parameter
 
 from hybridflow.models import LanguageModel
 from hybridflow.train_engine.mesh import Layout, Mesh
+from hybridflow.types import Box
 
 SplitAxis = Literal["tensor", "shard"]
 
@@ -34,15 +35,6 @@ class Split:
 
     dim: int
     axis: SplitAxis
-
-
-@dataclass(frozen=True)
-class Box:
-    """The part of a tensor that a rank holds: `Box(global_shape=(256, 64), offsets=(128, 0), shape=(64, 64))`."""
-
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
 
 
 def compute_box(global_shape: Sequence[int], cuts: Sequence[tuple[int, int, int]]) -> Box:
@@ -138,6 +130,7 @@ def apply_sharding(
         shard(layer, reshard_after_forward=reshard_after_forward)
     # What is outside the layers is needed again at once in backward.
     shard(model.module, reshard_after_forward=False)
+    # FSDP2 gathers what lies outside the layers around named methods of the root alone; `model.run` is the way in.
     model.module.run_pass = MethodType(_run_pass, model.module)
     register_fsdp_forward_method(model.module, "run_pass")
     model.runner = model.module.run_pass

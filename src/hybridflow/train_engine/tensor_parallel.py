@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from transformers import PretrainedConfig
 
 from hybridflow.config import ConfigError
-from hybridflow.models import LanguageModel
+from hybridflow.models import LanguageModel, has_adapter
 from hybridflow.models.head import VocabularyShard
 from hybridflow.train_engine.mesh import Layout, Mesh, check_heads
 
@@ -56,6 +56,9 @@ def apply_tensor_parallel(model: LanguageModel, mesh: Mesh) -> frozenset[str]:
     Biases behind a row-split matrix are added after the sum, and stay whole. Must run before FSDP2, and before the layers are compiled.
     """
     check_tensor_parallel(model.config, mesh.layout.tensor)
+    if has_adapter(model):
+        # Its layers have other names than the plan's, and would stay whole beside split ones.
+        raise ConfigError(f"{_KEY}: a model with an adapter cannot be split over matrices; set it to 1")
     device_mesh = mesh.device_mesh("tensor")
     plan = _read_plan(model.config)
     blocks = _split_matrices(model.module.base_model, plan, device_mesh)

@@ -1,0 +1,131 @@
+"""How the head's logits are cut into chunks, how much of them there is at once, and the gradients that the chunks add up to.
+
+Dimensions: T packed tokens, M targets, C targets of a chunk, D model, V vocabulary (rows of the head that are here).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hybridflow.models.head import Head, compute_product
+
+# Logits of a chunk: 64 MiB of float32 on the CPU; 512 MiB on a GPU, where each chunk also passes over the whole weight gradient; 1 GiB of
+# bfloat16 there where the passes are compiled and no float32 logits exist.
+_CHUNK_LOGITS = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
+_CHUNK_LOGITS_COMPILED = 512 * 2**20
+# Where all logits stay for backward, large chunks take no more memory, and fewer passes over the weight's gradient; more would need
+# 64-bit indices in the compiled passes.
+_CHUNK_LOGITS_KEPT = 2**31 - 1
+_MIN_CHUNK_TOKENS = 64
+# Of a chunk's size, in float32, in softmax passes' backward: scaled logits, their log-probabilities, probabilities and gradient.
+_SOFTMAX_COPIES = 4
+
+Passes = Literal["softmax", "fused", "compiled"]
+
+
+@dataclass(frozen=True)
+class ChunkSettings:
+    """How one call goes through its targets.
+
+    keep_logits_bytes: raw logits that may stay for backward.
+    """
+
+    head: Head
+    temperature: float
+    with_entropy: bool
+    passes: Passes
+    chunk_tokens: int
+    keep_logits_bytes: int
+
+    @property
+    def scale(self) -> tuple[float, float | None, float]:
+        """Of raw logits: factor, softcap, temperature."""
+        return self.head.logit_scale, self.head.softcap, self.temperature
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the passes over a chunk are compiled."""
+        return self.passes == "compiled"
+
+    def iter_chunks(self, count: int) -> Iterator[slice]:
+        """Slices of the targets, in order."""
+        for start in range(0, count, self.chunk_tokens):
+            yield slice(start, min(start + self.chunk_tokens, count))
+
+
+def choose_chunk_tokens(vocab_size: int, passes: Passes, *, on_gpu: bool, keeps_all: bool = False) -> int:
+    """Targets whose logits are worked on at once.
+
+    keeps_all: the logits of all targets stay for backward.
+    """
+    compiled = _CHUNK_LOGITS_KEPT if keeps_all else _CHUNK_LOGITS_COMPILED
+    logits = compiled if passes == "compiled" else _CHUNK_LOGITS["cuda" if on_gpu else "cpu"]
+    fitting = logits // vocab_size
+    return max(_MIN_CHUNK_TOKENS, fitting // _MIN_CHUNK_TOKENS * _MIN_CHUNK_TOKENS)
+
+
+def compute_head_bytes(
+    num_targets: int, vocab_size: int, hidden_size: int, dtype: torch.dtype, *, on_gpu: bool, trains: bool
+) -> int:
+    """Bytes that the head holds at once in backward at least: a chunk's logits and the weight's gradient.
+
+    vocab_size: rows of the head that are here.
+    on_gpu:     compiled passes, which write the gradient over the logits; on the CPU softmax passes.
+    trains:     the weight has a gradient, in float32 and then in its own dtype.
+
+    Logits that are kept instead of computed again are not counted: they are taken from what is free.
+    """
+    total_bytes = max(4, dtype.itemsize)
+    chunk = choose_chunk_tokens(vocab_size, "compiled" if on_gpu else "softmax", on_gpu=on_gpu)
+    a_logit = dtype.itemsize if on_gpu else _SOFTMAX_COPIES * total_bytes
+    a_weight = total_bytes + (dtype.itemsize if dtype.itemsize < total_bytes else 0)
+    return min(num_targets, chunk) * vocab_size * a_logit + (a_weight * vocab_size * hidden_size if trains else 0)
+
+
+def take_rows(hidden_TD: Tensor, rows: Tensor | None, chunk: slice) -> Tensor:
+    """The hidden states of a chunk's targets, [C, D]."""
+    return hidden_TD[chunk] if rows is None else hidden_TD.index_select(0, rows[chunk])
+
+
+class HeadGradients:
+    """Gradients at hidden states and weight, from those at the raw logits of one chunk after another."""
+
+    def __init__(
+        self, hidden_TD: Tensor, weight_VD: Tensor, rows: Tensor | None, needs: tuple[bool, ...], head: Head
+    ) -> None:
+        self._weight_VD = weight_VD
+        self._rows = rows
+        self._head = head
+        total_dtype = torch.promote_types(weight_VD.dtype, torch.float32)
+        self.hidden_TD = torch.zeros_like(hidden_TD) if needs[0] else None
+        self._total_VD = torch.zeros_like(weight_VD, dtype=total_dtype) if needs[1] else None
+
+    @property
+    def weight_VD(self) -> Tensor | None:
+        """In the weight's dtype; None where it needs none."""
+        return None if self._total_VD is None else self._total_VD.to(self._weight_VD.dtype)
+
+    def add(self, chunk: slice, hidden_CD: Tensor, grad_CV: Tensor) -> None:
+        """grad_CV is in the weight's dtype."""
+        if self.hidden_TD is not None:
+            grad_CD = compute_product(grad_CV, self._weight_VD, self._head)
+            if self._rows is None:
+                self.hidden_TD[chunk] = grad_CD
+            else:
+                self.hidden_TD.index_copy_(0, self._rows[chunk], grad_CD)
+        if self._total_VD is not None:
+            _add_product(self._total_VD, grad_CV.t(), hidden_CD)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(left @ right)

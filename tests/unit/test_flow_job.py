@@ -1,0 +1,78 @@
+"""What a run says and writes beside its metrics."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config import ConfigError, load_config
+from hybridflow.flow.commands import run_sft
+from hybridflow.flow.job import Job, describe_start
+from hybridflow.flow.quickstart import write_sums
+from hybridflow.flow.sft_job import SFTConfig
+from hybridflow.roles.policy import model_directory
+from hybridflow.runtime.api import RuntimeSettings
+from hybridflow.runtime.placement import PlacementSettings, PoolSettings
+from hybridflow.types import Span
+
+TINY = (
+    "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "
+    "num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: true}"
+)
+
+
+def test_a_run_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says how many steps are left, makes no directory for rollouts that it does not have, and its checkpoint is known for one."""
+    words = [
+        f"+model.config={TINY}", f"+model.tokenizer={tmp_path / 'tokenizer'}", "rows_per_step=4", "+data.response_column=answer",
+        f"data.files=[{write_sums(tmp_path, seed=0)['valid']}]", f"run={{directory: {tmp_path}, name: first, tensorboard: false}}",
+    ]  # fmt: skip
+    for steps in (1, 2, 4):
+        run_sft(load_config(SFTConfig, config_name="sft", overrides=[*words, f"steps={steps}"]))
+    told = [line.partition("; ")[2] for line in capsys.readouterr().err.splitlines() if "going on after" in line]
+    assert told == ["1 step is left", "2 steps are left"]
+    run = tmp_path / "default" / "first"
+    assert not (run / "rollouts").exists() and (run / "metrics.jsonl").exists()
+    (checkpoint, *_) = (run / "checkpoints").glob("step_*")
+    with pytest.raises(ConfigError) as caught:
+        model_directory(str(checkpoint))
+    assert str(caught.value) == (
+        f"model.path: '{checkpoint}' is a checkpoint; hybridflow export checkpoint={checkpoint} output=DIR first"
+    )
+
+
+def test_a_model_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"^model.path: 'nowhere' does not exist; give a Hugging Face model"):
+        model_directory("nowhere")
+
+
+def test_the_first_step_begins_with_its_first_call() -> None:
+    job = Job.__new__(Job)
+    job._step_started_s, job._is_first = time.perf_counter() - 30.0, True
+    spans = [Span("actor", 0, "update", 1, "update", time.time() - seconds, 1.0, 0.0) for seconds in (2.0, 3.0)]
+    assert job._time_step({}, spans, spans)["time/step_s"].value == pytest.approx(3.0, abs=0.5)
+    job._step_started_s -= 10.0
+    assert job._time_step({}, spans, spans)["time/step_s"].value == pytest.approx(10.0, abs=0.5)
+
+
+def test_a_first_step_without_calls_or_with_a_clock_that_is_ahead_is_timed_as_a_whole() -> None:
+    ahead = [Span("actor", 0, "update", 1, "update", time.time() + 60.0, 1.0, 0.0)]
+    for spans in ([], ahead):
+        job = Job.__new__(Job)
+        job._step_started_s, job._is_first = time.perf_counter() - 7.0, True
+        assert job._time_step({}, spans, spans)["time/step_s"].value == pytest.approx(7.0, abs=0.5)
+
+
+def test_what_is_told_while_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def on_ray(placement: PlacementSettings) -> str | None:
+        return describe_start(RuntimeSettings(kind="ray", placement=placement))
+
+    assert describe_start(RuntimeSettings()) is None
+    assert on_ray(PlacementSettings()) == "starting 1 trainer"
+    assert on_ray(PlacementSettings(device_map={"actor": "gpu:0-7"})) == "starting 8 trainers"
+    by_node = PoolSettings(name="actor", devices=("cpu:0-5",), strategy="per_node")
+    assert on_ray(PlacementSettings(mesh=(by_node,))) == "starting trainers"
