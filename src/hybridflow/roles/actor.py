@@ -91,7 +91,7 @@ class ActorWorker(GeneratorWorker):
         return cut_columns(Batch.from_columns(trainer_logprobs=self.train_engine.log_prob(batch, temperature)), sizes)
 
     def reference_log_prob(self, batch: Batch | None, sizes: tuple[int, ...], temperature: float) -> Pieces[Batch]:
-        """Column `ref_logprobs`: the same of the model without its adapter, which is the policy as training found it."""
+        """Column `ref_logprobs`: the same of the model without its adapter: the policy as a new adapter found it."""
         with adapter_disabled(self.policy.model):
             logprobs = self.train_engine.log_prob(batch, temperature)
         return cut_columns(Batch.from_columns(ref_logprobs=logprobs), sizes)
