@@ -17,19 +17,21 @@ class Family:
     num_norms:    norms over the hidden states in a layer.
     normed_heads: queries and keys are normed too.
     liger:        Liger's norm and gated MLP compute the same as its own.
+    windowed:     layers see through the config's sliding window where it does not say so of each; others may name one in vain.
     """
 
     name: str
     num_norms: int = 2
     normed_heads: bool = False
     liger: bool = False
+    windowed: bool = False
 
 
 FAMILIES = {
     "llama": Family("Llama", liger=True),
     "qwen2": Family("Qwen2", liger=True),
     "qwen3": Family("Qwen3", normed_heads=True, liger=True),
-    "mistral": Family("Mistral", liger=True),
+    "mistral": Family("Mistral", liger=True, windowed=True),
     "gemma": Family("Gemma"),
     "gemma2": Family("Gemma 2", num_norms=4),
     "gemma3_text": Family("Gemma 3 (text)", num_norms=4, normed_heads=True),

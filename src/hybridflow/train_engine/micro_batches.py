@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
+from hybridflow.models.families import FAMILIES
 from hybridflow.train_engine.memory import read_shape
 
 
@@ -46,8 +47,7 @@ def compute_model_work(config: PretrainedConfig) -> ModelWork:
 
 def _read_windows(values: dict[str, Any]) -> tuple[int | None, ...]:
     window = values.get("sliding_window")
-    # Of the families whose layers are all alike, Mistral alone has a window; others may name one in vain.
-    alike = "sliding_attention" if values["model_type"] == "mistral" else "full_attention"
+    alike = "sliding_attention" if FAMILIES[values["model_type"]].windowed else "full_attention"
     kinds = values.get("layer_types") or [alike] * values["num_hidden_layers"]
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
