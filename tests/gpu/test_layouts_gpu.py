@@ -9,10 +9,12 @@ one process is itself 1 to 2 % off; another layout rounds partial sums elsewhere
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +45,13 @@ CASES = [
 COMPILED = Case(
     "wide, tied", "policy, tokens", "uneven", micro_batch_tokens=600, more=(("compile", True),), rows="long"
 )
+SAVINGS: list[tuple[tuple[str, Any], ...]] = [
+    (*EAGER, ("offload", "parameters")),
+    (*EAGER, ("offload", "optimizer")),
+    (*EAGER, ("reshard_after_forward", False)),
+    (("compile", False), ("gradient_checkpointing", "selective")),
+    (("compile", False), ("gradient_checkpointing", "full"), ("activation_offload", True)),
+]
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "alone": (1, {}),
     "data 2": (2, {}),
@@ -136,3 +145,16 @@ def test_compiled_layers_change_nothing(
 ) -> None:
     (found,) = train(layout, [COMPILED], torch.bfloat16, tmp_path)
     assert compute_distance(found, references["bfloat16"][COMPILED.reference]) < 0.05
+
+
+def test_what_saves_memory_changes_nothing_on_shards(
+    references: dict[str, dict[Key, Expected]], tmp_path: Path
+) -> None:
+    cases = [dataclasses.replace(CASES[0], more=more) for more in SAVINGS]
+    for case, found in zip(cases, train("shard 2", cases, torch.float32, tmp_path), strict=True):
+        expected = references["float32"][case.reference]
+        lines = list_gaps(assemble([rank.gradient for rank in found]), expected.gradient, 1e-4, "gradient")
+        assert not lines, f"{case.more}\n" + "\n".join(lines)
+        third = merge_metrics([rank.metrics[2] for rank in found])
+        for name in (name_loss(case), "train/grad_norm"):
+            assert math.isclose(third[name].value, expected.metrics[2][name], rel_tol=1e-4), (case.more, name)

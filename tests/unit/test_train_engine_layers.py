@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -145,6 +146,11 @@ def test_layers_are_computed_again_and_selective_multiplies_no_matrix_twice() ->
     assert products["full"] == products["none"] + 3 * 6
     # Four norms a layer: of hidden states, queries and keys.
     assert norms["full"] == norms["selective"] == norms["none"] + 3 * 4
+
+
+def test_the_head_keeps_no_logits_where_layers_keep_their_inputs_alone() -> None:
+    kept = {mode: build_layers(build_model(), checkpointing=mode).keep_logits_bytes for mode in MODES}
+    assert kept == {"none": None, "selective": None, "full": 0}
 
 
 def test_nothing_stays_behind_not_even_after_an_error() -> None:
@@ -366,6 +372,32 @@ def run_out(layers: TrainLayers, model: LanguageModel, *modes: str) -> Callable[
         return loss.item()
 
     return step
+
+
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_what_a_failed_step_has_computed_is_gone_before_the_next(mode: str) -> None:
+    """Also where it holds itself, as a graph may."""
+    model = build_model()
+    layers = build_layers(model, checkpointing=mode, auto=True)
+    kept: list[weakref.ref[Tensor]] = []
+
+    def step() -> None:
+        assert not [tensor for ref in kept if (tensor := ref()) is not None]
+        with layers:
+            hook = model.module.base_model.layers[1].mlp.register_forward_hook(
+                lambda module, args, output: kept.extend([weakref.ref(args[0]), weakref.ref(output)])
+            )
+            loss = compute_loss(model, LENGTHS)
+            circle: list[Any] = [loss]
+            circle.append(circle)
+            hook.remove()
+            with layers.phase("backward", 24):
+                if layers.mode.checkpointing != "full":
+                    loss.backward(retain_graph=True)
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+
+    layers.attempt(step, lambda: None, alone=True)
+    assert len(kept) >= 4 and layers.mode.checkpointing == "full"
 
 
 def test_auto_switches_on_after_running_out_and_does_the_step_again(caplog: pytest.LogCaptureFixture) -> None:

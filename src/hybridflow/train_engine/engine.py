@@ -281,7 +281,13 @@ class TrainEngine:
 
     def _compute_nothing(self, packed: PackedRows) -> Tensor:
         """0 with a gradient of zeros, where others wait for this rank's part of weights, keys, values and gradients."""
-        logprobs_M, _ = compute_packed_logprobs(self.model, packed, temperature=1.0, with_entropy=False)
+        logprobs_M, _ = compute_packed_logprobs(
+            self.model,
+            packed,
+            temperature=1.0,
+            with_entropy=False,
+            keep_logits_bytes=self.layers.keep_logits_bytes,
+        )
         return logprobs_M.sum()
 
     def _count(self, plan: tuple[MicroBatch, ...]) -> Metrics:
@@ -335,7 +341,11 @@ class TrainEngine:
         if not mask_T.any():
             return None
         logprobs_M, entropy_M = compute_packed_logprobs(
-            self.model, packed, temperature=loss.temperature, with_entropy=loss.needs_entropy
+            self.model,
+            packed,
+            temperature=loss.temperature,
+            with_entropy=loss.needs_entropy,
+            keep_logits_bytes=self.layers.keep_logits_bytes,
         )
         return loss(
             _spread(logprobs_M, packed),

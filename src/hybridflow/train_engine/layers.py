@@ -5,6 +5,7 @@ Dimensions: T packed tokens, D model.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -182,6 +183,12 @@ class TrainLayers(AbstractContextManager["TrainLayers"]):
         with self._inputs.keeping(hidden):
             return run(mode.checkpointing, layer, hidden, kwargs)
 
+    @property
+    def keep_logits_bytes(self) -> int | None:
+        """Logits that the head may keep for backward: none under full checkpointing, which is for little memory; None: a share of
+        what is free."""
+        return 0 if self.mode.checkpointing == "full" else None
+
     def phase(self, phase: Phase, num_tokens: int | None = None) -> AbstractContextManager[None]:
         """Around a part of a step: an out-of-memory error in it names the phase, the tokens of the micro-batch and the remedies."""
         return naming_out_of_memory(phase, num_tokens, self._model.device, self._workload, self.mode)
@@ -201,8 +208,9 @@ class TrainLayers(AbstractContextManager["TrainLayers"]):
                 if stricter is None:
                     raise
                 reason = str(error)
-            # Outside of the handler: the error's traceback holds the tensors of the step that failed.
+            # Outside of the handler: the error's traceback holds the tensors of the step that failed, and graphs may hold themselves.
             discard()
+            gc.collect()
             if self._model.device.type == "cuda":
                 torch.cuda.empty_cache()
             _log.warning("gradient_checkpointing auto takes %s and does the step again after: %s", stricter, reason)

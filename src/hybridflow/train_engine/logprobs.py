@@ -48,9 +48,17 @@ def find_ranks_in_step(mesh: Mesh) -> Ranks:
 
 
 def compute_packed_logprobs(
-    model: LanguageModel, packed: PackedRows, *, temperature: float, with_entropy: bool
+    model: LanguageModel,
+    packed: PackedRows,
+    *,
+    temperature: float,
+    with_entropy: bool,
+    keep_logits_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability, and entropy if asked for, of each scored token: [M] each, with gradient where autograd is on."""
+    """Log-probability, and entropy if asked for, of each scored token: [M] each, with gradient where autograd is on.
+
+    keep_logits_bytes: see `compute_logprobs`.
+    """
 
     def forward() -> tuple[Tensor, Tensor | None]:
         return compute_logprobs(
@@ -60,6 +68,7 @@ def compute_packed_logprobs(
             temperature=temperature,
             with_entropy=with_entropy,
             rows=packed.hidden_index_M,
+            keep_logits_bytes=keep_logits_bytes,
         )
 
     return model.run(forward)

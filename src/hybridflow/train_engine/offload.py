@@ -10,12 +10,34 @@ import torch
 from torch import Tensor
 
 _MAX_BORROWED = 2
+_SLAB_BYTES = 2**30
+_ALIGNMENT = 512
 
 
-def build_host_copy(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, pinned where there is a GPU that copies from there."""
-    copy = tensor.to("cpu", copy=True)
-    return copy.pin_memory() if torch.cuda.is_available() else copy
+class HostMemory:
+    """Hands out tensors in the host's memory, pinned where there is a GPU that copies from there.
+
+    Pinned memory comes in sizes of powers of two: a tensor of 260 MiB alone would take 512. So small ones share slabs.
+    """
+
+    def __init__(self) -> None:
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def build_empty(self, like: Tensor) -> Tensor:
+        """A contiguous tensor of this shape and dtype; what is in it is left open."""
+        if not torch.cuda.is_available():
+            return torch.empty(like.shape, dtype=like.dtype)
+        num_bytes = like.numel() * like.element_size()
+        start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        if start + num_bytes > self._slab.numel():
+            self._slab, start = torch.empty(max(_SLAB_BYTES, num_bytes), dtype=torch.uint8, pin_memory=True), 0
+        self._used = start + num_bytes
+        return self._slab[start : self._used].view(like.dtype).view(like.shape)
+
+    def build_copy(self, tensor: Tensor) -> Tensor:
+        """The same values."""
+        return self.build_empty(tensor).copy_(tensor)
 
 
 class HostState:

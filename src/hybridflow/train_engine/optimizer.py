@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 from hybridflow.config import Field, settings
 from hybridflow.train_engine.gradients import sum_gradients
 from hybridflow.train_engine.mesh import Layout, Mesh, build_mesh
-from hybridflow.train_engine.offload import HostState, build_host_copy
+from hybridflow.train_engine.offload import HostMemory, HostState
 from hybridflow.train_engine.ranks import ALONE, Ranks
 from hybridflow.train_engine.sharding import Split, SplitAxis, local_part, read_splits
 
@@ -50,11 +50,12 @@ class TrainedWeight:
 
     live:         the module's parameter; a DTensor where it is split.
     splits:       how it is split.
+    host:         where master and moments are kept; None: on the device of the live weight.
     exp_avg(_sq): running means of the gradient and of its square, like `master`.
     num_steps:    steps so far, float32, as torch's kernel takes it.
     """
 
-    def __init__(self, name: str, live: Parameter, *, on_host: bool) -> None:
+    def __init__(self, name: str, live: Parameter, host: HostMemory | None) -> None:
         if live.dtype not in _MASTER_DTYPES:
             raise ValueError(
                 f"weight '{name}' is {live.dtype}, which cannot be trained here; load the model in bfloat16 or float32"
@@ -67,9 +68,9 @@ class TrainedWeight:
         part = local_part(live)
         if self.is_rounded:
             master = part.to(_MASTER_DTYPES[live.dtype])
-            self._master = build_host_copy(master) if on_host else master
+            self._master = master if host is None else host.build_copy(master)
         like = torch.empty_like(part, dtype=_MASTER_DTYPES[live.dtype], device="meta")
-        self.exp_avg, self.exp_avg_sq = (_build_zeros(like, part.device, on_host=on_host) for _ in range(2))
+        self.exp_avg, self.exp_avg_sq = (_build_zeros(like, part.device, host) for _ in range(2))
         self.num_steps = torch.zeros((), dtype=torch.float32, device=part.device)
 
     @property
@@ -151,7 +152,8 @@ class AdamW:
             raise ValueError(
                 "the model has no weight to train: every one has requires_grad=False; leave some trainable"
             )
-        self.weights = {name: TrainedWeight(name, live, on_host=on_host) for name, live in trained.items()}
+        memory = HostMemory() if on_host else None
+        self.weights = {name: TrainedWeight(name, live, memory) for name, live in trained.items()}
         for weight in self.weights.values():
             if weight.is_rounded:
                 hook = weight.live.register_post_accumulate_grad_hook(weight.accumulate)
@@ -306,8 +308,8 @@ class AdamW:
         return next(iter(self.weights.values())).num_steps.device
 
 
-def _build_zeros(like: Tensor, device: torch.device, *, on_host: bool) -> Tensor:
-    return build_host_copy(torch.zeros_like(like, device="cpu")) if on_host else torch.zeros_like(like, device=device)
+def _build_zeros(like: Tensor, device: torch.device, host: HostMemory | None) -> Tensor:
+    return torch.zeros_like(like, device=device) if host is None else host.build_empty(like).zero_()
 
 
 def _matching_part(grad: Tensor, live: Tensor) -> Tensor:
