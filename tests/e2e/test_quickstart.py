@@ -16,7 +16,11 @@ from hybridflow.runtime.api import RuntimeSettings
 def numbers_of(run: Path) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in line.items() if not k.startswith(("time/", "memory/", "speed/", "controller/", "recovery/"))}
+        {
+            k: v
+            for k, v in line.items()
+            if not k.startswith(("time/", "memory/", "speed/", "controller/", "recovery/", "hybrid/", "probe/"))
+        }
         for line in lines
     ]
 

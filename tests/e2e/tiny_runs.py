@@ -22,7 +22,7 @@ TINY = (
 )
 
 
-NOT_REPEATED = ("time/", "memory/", "speed/", "controller/", "recovery/")
+NOT_REPEATED = ("time/", "memory/", "speed/", "controller/", "recovery/", "hybrid/", "probe/")
 """Metrics that differ from run to run."""
 
 

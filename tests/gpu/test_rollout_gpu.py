@@ -109,11 +109,15 @@ def test_sampler_agrees_with_the_cpu(top_k, top_p):
 
 def test_the_cache_keeps_to_its_share_and_sleep_gives_it_back(model, tokenizer, prompts):
     engine = NativeEngine(model, tokenizer)
+    # What the libraries take once for good is not the cache's.
+    engine.generate(prompts, SAMPLING, step=0)
+    engine.sleep()
+    engine.wake()
     before = torch.cuda.memory_allocated()
     engine.generate(prompts, SAMPLING, step=0)
     size = engine._cache.num_bytes
     assert torch.cuda.memory_allocated() - before >= size > 0
     engine.sleep()
-    assert torch.cuda.memory_allocated() - before < size
+    assert torch.cuda.memory_allocated() == before
     engine.wake()
     assert set(engine.generate(prompts, SAMPLING, step=0).pylist("state")) == {RowState.OK}

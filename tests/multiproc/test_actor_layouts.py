@@ -17,12 +17,13 @@ from hybridflow.flow.quickstart import write_sums
 from hybridflow.models import LoraSettings
 from hybridflow.roles.actor import ActorSpec, ActorWorker
 from hybridflow.roles.carried import Snapshot, Weights, read_parts, write_snapshot
-from hybridflow.roles.generator import RolloutSettings
+from hybridflow.roles.engines import RolloutSettings
 from hybridflow.roles.policy import ModelSettings, ModelSpec
 from hybridflow.roles.shares import split_rows
 from hybridflow.runtime.api import Seat
 from hybridflow.train_engine import OptimizerSettings, ParallelConfig, TrainSettings, compute_model_work
-from hybridflow.types import RowState
+from hybridflow.types import RowState, merge_metrics
+from hybridflow.weights.probe import ProbeError
 
 MODEL = {
     "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -110,6 +111,34 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
             torch.testing.assert_close(theirs[name], tensor, rtol=tolerance, atol=tolerance, msg=name)
         elif tolerance == 0.0:
             assert torch.equal(theirs[name], tensor), name
+
+
+def refresh_without(place: Place, spec: ActorSpec) -> tuple[str, dict[str, float]]:
+    """What the worker says where one sync sends nothing; before that, what a sync reports."""
+    worker = build_worker(place, spec)
+    worker.refresh()
+    train(worker, 2)
+    worker.refresh()
+    told = {name: metric.value for name, metric in merge_metrics(worker._told).items()}
+    sync = worker._sync
+    assert sync is not None
+    switch = sync.push(worker.version)
+    sync.push = lambda version: switch  # type: ignore[method-assign]
+    train(worker, 2)
+    with pytest.raises(ProbeError) as caught:
+        worker.refresh()
+    worker.close()
+    return str(caught.value), told
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(shard=2), ParallelConfig(tp=2)], ids=str)
+def test_a_copy_that_stays_behind_stops_the_run(parallel: ParallelConfig, tokenizer: str, tmp_path: Path) -> None:
+    spec = spec_of(tokenizer, parallel)
+    for message, told in run_ranks(2, refresh_without, spec, directory=tmp_path, timeout_s=60.0):
+        assert message.startswith("version 4 of the weights is not the same on both sides: over ")
+        assert told["probe/max_gap"] < 1e-9 and told["hybrid/switch_ms"] > 0
+        # Each rank gets the half that it has not: float64.
+        assert told["hybrid/bytes_moved"] > 8 * 1000
 
 
 @pytest.fixture(scope="module")

@@ -120,6 +120,23 @@ def test_a_groups_prompt_is_computed_once(exact_model, tokenizer, prompts, monke
     assert fed == [sum(LENGTHS), 18, 18, 18]
 
 
+@pytest.mark.parametrize("limits", [{}, {"max_sequences": 3}, {"kv_cache_tokens": 9 * 32}], ids=str)
+def test_what_prompts_begin_with_is_computed_once(exact_model, tokenizer, limits, monkeypatch):
+    rng = np.random.default_rng(1)
+    begin = rng.integers(3, VOCAB, 70)
+    tokens = [np.concatenate([begin[:n], rng.integers(3, VOCAB, 9)]).astype(np.int32) for n in (70, 70, 40, 70, 10)]
+    batch = Batch.from_columns(group_id=list(range(5)), prompt_tokens=tokens)
+    alone = [NativeEngine(exact_model, tokenizer).generate(batch.slice(i, i + 1), SAMPLING, step=0) for i in range(5)]
+    fed = []
+    compute = exact_model.hidden_states
+    monkeypatch.setattr(exact_model, "hidden_states", lambda *a: fed.append(len(a[0])) or compute(*a))
+    found = NativeEngine(exact_model, tokenizer, NativeSettings(**limits)).generate(batch, SAMPLING, step=0)
+    assert found.equals(Batch.concat(alone))
+    if not limits:
+        # The first prompt and the short one whole; then what follows the blocks that are there.
+        assert fed[:2] == [79 + 19, (79 - 64) + (49 - 32) + (79 - 64)]
+
+
 def test_limits_hold(exact_model, tokenizer, prompts, monkeypatch):
     shapes = []
     forward = exact_model.hidden_states

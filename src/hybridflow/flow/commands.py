@@ -13,11 +13,12 @@ from hybridflow.config import ConfigError, Field, HybridflowError, settings
 from hybridflow.data import DataSettings, chat_stop_ids, read_prompts
 from hybridflow.flow import rl, sft
 from hybridflow.flow.evaluation import Evaluator, HeldOutSettings, read_held_out
-from hybridflow.flow.job import Job, check_placed_models, model_spec
+from hybridflow.flow.job import Job, check_placed_models, model_spec, resolve_engine
 from hybridflow.flow.rl_job import RLConfig, RLJob, read_rl_inputs
 from hybridflow.flow.sft_job import SFTConfig, SFTJob, read_sft_inputs
 from hybridflow.rewards import RewardSettings
-from hybridflow.roles.generator import RolloutSettings, place_generator
+from hybridflow.roles.engines import RolloutSettings
+from hybridflow.roles.generator import place_generator
 from hybridflow.roles.policy import ModelSettings, read_tokenizer
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import RuntimeSettings, WorkersLostError
@@ -137,6 +138,7 @@ def _rescuing(job: Job) -> Iterator[None]:
 def run_generate(config: GenerateConfig) -> Batch:
     """Samples of every prompt, as a batch; also written to `output` if given."""
     check_placed_models(config.runtime.placement, ("rollout",), {"rollout": config.model}, config.numerics)
+    rollout, _ = resolve_engine(config.model, config.rollout, config.runtime, config.numerics, "rollout")
     if not config.prompts and config.data is None:
         raise ConfigError('prompts: nothing to continue; give prompts=["..."] or data.files=[...]')
     _check_output(config.output)
@@ -145,7 +147,7 @@ def run_generate(config: GenerateConfig) -> Batch:
     sampling = config.sampling.also_stopping_on(chat_stop_ids(tokenizer, config.data))
     model = model_spec(config.model, config.runtime, config.numerics, seed=0)
     with open_runtime(config.runtime) as runtime:
-        generator = place_generator(runtime, model, config.rollout, sampling)
+        generator = place_generator(runtime, model, rollout, sampling)
         samples = runtime.get(generator.rollout(prompts, step=0))
     _write(samples, config.output)
     return samples
@@ -154,6 +156,7 @@ def run_generate(config: GenerateConfig) -> Batch:
 def run_eval(config: EvalConfig, *, reward_function: Callable[..., Any] | None = None) -> dict[str, Any]:
     """Mean reward and counts over the held-out rows."""
     check_placed_models(config.runtime.placement, ("rollout", "reward"), {"rollout": config.model}, config.numerics)
+    rollout, _ = resolve_engine(config.model, config.rollout, config.runtime, config.numerics, "rollout")
     _check_output(config.output)
     tokenizer = read_tokenizer(config.model)
     prompts = read_held_out(config.evaluation, tokenizer, config.reward, reward_function)
@@ -161,7 +164,7 @@ def run_eval(config: EvalConfig, *, reward_function: Callable[..., Any] | None =
         raise ConfigError("evaluation.data: nothing to evaluate on; give evaluation.data.files=[...]")
     model = model_spec(config.model, config.runtime, config.numerics, seed=0)
     with open_runtime(config.runtime) as runtime:
-        generator = place_generator(runtime, model, config.rollout, config.evaluation.sampling)
+        generator = place_generator(runtime, model, rollout, config.evaluation.sampling)
         reward = RewardModel(runtime, config.reward, reward_function)
         evaluator = Evaluator(config.evaluation, prompts, tokenizer, generator, reward, runtime)
         samples, metrics = evaluator.run(step=0)

@@ -17,6 +17,7 @@ from hybridflow.observability.progress import ProgressBar
 from hybridflow.observability.run import RunDirectory, RunSettings
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.carried import Snapshot, write_snapshot
+from hybridflow.roles.engines import RolloutSettings, resolve_rollout
 from hybridflow.roles.policy import ModelSettings, ModelSpec, check_model
 from hybridflow.roles.trainers import check_training
 from hybridflow.runtime.api import Runtime, RuntimeSettings
@@ -302,6 +303,24 @@ def check_trainers(model: ModelSettings, train: TrainSettings, runtime: RuntimeS
             "merged in, which rounds otherwise than the trainers' adapter beside its base; take 'rollout' out of the placement, or set "
             "numerics=fast"
         )
+
+
+def resolve_engine(
+    model: ModelSettings, rollout: RolloutSettings, runtime: RuntimeSettings, numerics: Numerics, role: str = "actor"
+) -> tuple[RolloutSettings, str]:
+    """The rollout's settings with the engine that generates, and which and why. Raises ConfigError for one that cannot be had.
+
+    role: that has the model, and generates unless the placement gives `rollout` devices of its own.
+    """
+    if runs_in_process(runtime):
+        resolved, choice = resolve_rollout(model, rollout, numerics, 1, None)
+        return resolved, str(choice)
+    placement = runtime.placement
+    generating = "rollout" if placement.separates("rollout") else role
+    resolved, choice = resolve_rollout(
+        model, rollout, numerics, placement.num_workers(generating), placement.kind(generating)
+    )
+    return resolved, str(choice)
 
 
 def describe_start(runtime: RuntimeSettings) -> str | None:

@@ -126,6 +126,7 @@ def plan_rl(config: RLConfig) -> Plan:
         "run": str(inputs.run.path),
         "steps": _describe_steps(config.steps, config.evaluation),
         "a step": f"{rows} = {_count(config.prompts_per_step * samples, 'row')}, {_count(config.updates_per_step, 'update')}",
+        "engine": inputs.engine,
         "evaluation": _describe_evaluation(config.evaluation, inputs.held_out),
         "checkpoints": _describe_checkpoints(config.checkpoint),
         **_describe_trainers(config.model, config.train, config.runtime, config.numerics, site),

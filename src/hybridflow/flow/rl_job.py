@@ -23,13 +23,14 @@ from hybridflow.flow.job import (
     describe_start,
     find_run,
     model_spec,
+    resolve_engine,
     train_over,
 )
 from hybridflow.observability.phases import phase
 from hybridflow.observability.run import RunDirectory, RunSettings
 from hybridflow.rewards import RewardSettings, check_reward, source_hash
 from hybridflow.roles.actor import Actor, ActorSpec
-from hybridflow.roles.generator import RolloutSettings
+from hybridflow.roles.engines import RolloutSettings
 from hybridflow.roles.policy import ModelSettings, ModelSpec, read_tokenizer
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward_model import RewardModel
@@ -82,7 +83,7 @@ class RLConfig:
 
 @dataclass(frozen=True)
 class RLInputs:
-    """What a run needs that is read and checked before any worker starts."""
+    """What a run needs that is read and checked before any worker starts. engine: which one generates, and why."""
 
     run: RunDirectory
     resume_from: Checkpoint | None
@@ -91,6 +92,8 @@ class RLInputs:
     held_out: Batch | None
     algorithm: GRPO
     sampling: SamplingParams
+    rollout: RolloutSettings
+    engine: str
     reward_function: Callable[..., Any] | None
     reward_columns: frozenset[str]
     sources: dict[str, str]
@@ -104,6 +107,7 @@ def read_rl_inputs(
 ) -> RLInputs:
     """Reads and checks all that can be before a worker starts. Raises ConfigError for what is wrong."""
     _check_settings(config)
+    rollout, engine = resolve_engine(config.model, config.rollout, config.runtime, config.numerics)
     run, resume_from = find_run(config.run, "rl", config.checkpoint)
     tokenizer = read_tokenizer(config.model)
     prompts = PromptPool(config.data, tokenizer, seed=config.seed)
@@ -122,6 +126,8 @@ def read_rl_inputs(
             config.algorithm, temperature=config.sampling.temperature, advantage_function=advantage_function
         ),
         sampling=config.sampling.keyed_by(config.seed).also_stopping_on(chat_stop_ids(tokenizer, config.data)),
+        rollout=rollout,
+        engine=engine,
         reward_function=reward_function,
         reward_columns=reward_columns,
         sources={name: source_hash(function) for name, function in functions.items() if function is not None},
@@ -170,7 +176,7 @@ class RLJob(Job):
         train = train_over(config.train, config.steps * config.updates_per_step)
         actor = Actor(
             runtime,
-            ActorSpec(model, train, config.rollout, config.updates_per_step),
+            ActorSpec(model, train, inputs.rollout, config.updates_per_step),
             inputs.sampling,
             separate_rollout=config.runtime.placement.separates("rollout"),
             snapshot_every_steps=config.runtime.recovery.snapshot_every_steps,

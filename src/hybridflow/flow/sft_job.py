@@ -22,12 +22,13 @@ from hybridflow.flow.job import (
     describe_start,
     find_run,
     model_spec,
+    resolve_engine,
     train_over,
 )
 from hybridflow.observability.run import RunDirectory, RunSettings
 from hybridflow.rewards import RewardSettings, source_hash
 from hybridflow.roles.actor import Actor, ActorSpec
-from hybridflow.roles.generator import RolloutSettings
+from hybridflow.roles.engines import RolloutSettings
 from hybridflow.roles.policy import ModelSettings, read_tokenizer
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import Runtime, RuntimeSettings
@@ -71,13 +72,15 @@ class SFTConfig:
 
 @dataclass(frozen=True)
 class SFTInputs:
-    """What a run needs that is read and checked before any worker starts."""
+    """What a run needs that is read and checked before any worker starts. engine: which one generates, and why."""
 
     run: RunDirectory
     resume_from: Checkpoint | None
     tokenizer: PreTrainedTokenizerBase
     rows: SFTLoader
     held_out: Batch | None
+    rollout: RolloutSettings
+    engine: str
     reward_function: Callable[..., Any] | None
     sources: dict[str, str]
 
@@ -87,6 +90,7 @@ def read_sft_inputs(config: SFTConfig, *, reward_function: Callable[..., Any] | 
     models = {"actor": config.model, "rollout": config.model}
     check_placed_models(config.runtime.placement, (*models, "reward"), models, config.numerics)
     check_trainers(config.model, config.train, config.runtime, config.numerics)
+    rollout, engine = resolve_engine(config.model, config.rollout, config.runtime, config.numerics)
     run, resume_from = find_run(config.run, "sft", config.checkpoint)
     tokenizer = read_tokenizer(config.model)
     function = reward_function or (config.reward and config.reward.function)
@@ -96,6 +100,8 @@ def read_sft_inputs(config: SFTConfig, *, reward_function: Callable[..., Any] | 
         tokenizer=tokenizer,
         rows=SFTLoader(config.data, tokenizer, seed=config.seed),
         held_out=read_held_out(config.evaluation, tokenizer, config.reward, reward_function),
+        rollout=rollout,
+        engine=engine,
         reward_function=reward_function,
         sources={"reward": source_hash(function)} if function else {},
     )
@@ -109,7 +115,7 @@ class SFTJob(Job):
         model = model_spec(config.model, config.runtime, config.numerics, config.seed)
         actor = Actor(
             runtime,
-            ActorSpec(model, train_over(config.train, config.steps), config.rollout),
+            ActorSpec(model, train_over(config.train, config.steps), inputs.rollout),
             SamplingParams(),
             separate_rollout=config.runtime.placement.separates("rollout"),
             snapshot_every_steps=config.runtime.recovery.snapshot_every_steps,

@@ -8,11 +8,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-from hybridflow.models.attention import AttentionForm
+from hybridflow.models.attention import AttentionForm, Paged, layer_index, to_device
+from hybridflow.models.kv_cache import PagedKVCache
 
 # torch 2.11 groups query heads by itself; later versions want to be told.
 _TAKES_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -36,24 +38,47 @@ class VarlenPlan:
         self, module: nn.Module, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm
     ) -> Tensor:
         """Attention output [T, H, K]."""
-        if form.softcap is not None:
-            raise RuntimeError(
-                f"the model has an attention softcap, {form.softcap}, which flash attention does not know"
-            )
-        window = (-1, 0) if form.window is None or form.window >= self.max_len else (form.window - 1, 0)
-        grouped = query_THK.shape[1] != key_TNK.shape[1]
-        flags: dict[str, Any] = {"enable_gqa": True} if grouped and _TAKES_GQA_FLAG else {}
-        out = varlen_attn(
-            query_THK.contiguous(),
-            key_TNK.contiguous(),
-            value_TNK.contiguous(),
-            self.cu_seqlens,
-            self.cu_seqlens,
-            self.max_len,
-            self.max_len,
-            scale=form.scale,
-            window_size=window,
-            **flags,
-        )
-        assert isinstance(out, Tensor)
-        return out
+        lengths = (self.cu_seqlens, self.cu_seqlens, self.max_len, self.max_len)
+        return _attend(query_THK, key_TNK, value_TNK, lengths, form)
+
+
+class VarlenPagedPlan:
+    """New tokens of sequences that hold older ones: keys and values are written, then gathered from the cache. No gradient, no softcap.
+
+    Dimensions: C tokens that the sequences hold in all.
+    """
+
+    def __init__(self, paged: Paged, device: torch.device) -> None:
+        self.cache: PagedKVCache = paged.cache
+        context, new = paged.context_lens.numpy().astype(np.int64), paged.new_lens()
+        self.new_slots = to_device(paged.slots(*paged.new_positions()), device)
+        rows_C = np.repeat(np.arange(context.size), context)
+        within_C = np.arange(rows_C.size) - np.repeat(np.cumsum(context) - context, context)
+        self.slots_C = to_device(paged.slots(rows_C, within_C), device)
+        ends = [to_device(np.append(0, np.cumsum(lengths)).astype(np.int32), device) for lengths in (new, context)]
+        self.lengths = (ends[0], ends[1], int(new.max()), int(context.max()))
+
+    def attend(
+        self, module: nn.Module, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm
+    ) -> Tensor:
+        """Attention output [T, H, K] of the new tokens."""
+        layer = layer_index(module)
+        self.cache.write(layer, self.new_slots, key_TNK, value_TNK)
+        held = [store[layer].index_select(0, self.slots_C) for store in (self.cache.keys, self.cache.values)]
+        return _attend(query_THK, held[0], held[1], self.lengths, form)
+
+
+def _attend(
+    query_THK: Tensor, key_CNK: Tensor, value_CNK: Tensor, lengths: tuple[Tensor, Tensor, int, int], form: AttentionForm
+) -> Tensor:
+    """lengths: where each sequence's queries and keys begin, and the most of each; a sequence's last query sees its last key."""
+    if form.softcap is not None:
+        raise RuntimeError(f"the model has an attention softcap, {form.softcap}, which flash attention does not know")
+    window = (-1, 0) if form.window is None or form.window >= lengths[3] else (form.window - 1, 0)
+    grouped = query_THK.shape[1] != key_CNK.shape[1]
+    flags: dict[str, Any] = {"enable_gqa": True} if grouped and _TAKES_GQA_FLAG else {}
+    query, key, value = (part.contiguous() for part in (query_THK, key_CNK, value_CNK))
+    ends_q, ends_k, max_q, max_k = lengths
+    out = varlen_attn(query, key, value, ends_q, ends_k, max_q, max_k, scale=form.scale, window_size=window, **flags)
+    assert isinstance(out, Tensor)
+    return out

@@ -17,7 +17,7 @@ from hybridflow.models.attention import ATTENTION_NAME, AttentionPass, Attention
 from hybridflow.models.attention_exact import ExactPlan
 from hybridflow.models.attention_fused import FusedPlan, KernelName, choose_fused
 from hybridflow.models.attention_padded import PaddedPlan, PagedPlan
-from hybridflow.models.attention_varlen import VarlenPlan, serves_varlen
+from hybridflow.models.attention_varlen import VarlenPagedPlan, VarlenPlan, serves_varlen
 from hybridflow.models.exact import ExactMath, check_exact, pad_rows
 from hybridflow.models.head import Head, VocabularyShard
 from hybridflow.models.kv_cache import PagedKVCache
@@ -114,13 +114,14 @@ class LanguageModel:
         tokens_T, positions_T: [T] int, moved to the model's device; a position is counted within its own row, from 0.
         Raises RuntimeError if the module did not attend through our function once a layer.
         """
-        plan = self._plan(attention)
+        plan = self.plan_attention(attention)
         if isinstance(attention, Packed):
-            return self._forward(tokens_T, positions_T, plan)
+            return self.planned_states(tokens_T, positions_T, plan)
         with torch.no_grad():
-            return self._forward(tokens_T, positions_T, plan)
+            return self.planned_states(tokens_T, positions_T, plan)
 
-    def _forward(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+    def planned_states(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+        """As `hidden_states`, under a plan that is there already."""
         num_tokens = tokens_T.shape[0]
         tokens = tokens_T.to(self.device, torch.long, non_blocking=True)
         positions = positions_T.to(self.device, torch.long, non_blocking=True)
@@ -144,7 +145,8 @@ class LanguageModel:
         hidden_TD: Tensor = output.last_hidden_state[0]
         return hidden_TD[:num_tokens]
 
-    def _plan(self, attention: Packed | Paged) -> AttentionPlan:
+    def plan_attention(self, attention: Packed | Paged) -> AttentionPlan:
+        """How every layer of a pass attends; of a `Packed` made once."""
         if isinstance(attention, Paged):
             return self._plan_paged(attention)
         key = (self.packed_attention, str(self.device))
@@ -173,4 +175,6 @@ class LanguageModel:
         ):
             # No sequence holds anything older: its new tokens are whole packed rows.
             fresh = self._plan_packed(Packed(attention.cu_query, int(attention.context_lens.max())))
+        elif serves_varlen(self.device, self.dtype, self.head_dim, self._attention_softcap):
+            return VarlenPagedPlan(attention, self.device)
         return PagedPlan(attention, self.device, fresh)

@@ -6,7 +6,7 @@ import functools
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,13 +18,18 @@ from hybridflow.checkpoint import HUGGING_FACE, CheckpointWriter, ShardEntry, lo
 from hybridflow.config import HybridflowError
 from hybridflow.models import adapter_disabled, save_model
 from hybridflow.roles.carried import CarriedTensor, Snapshot, Weights, carry, read_parts, write_description
-from hybridflow.roles.generator import Generator, GeneratorWorker, RolloutSettings, copy_weights
+from hybridflow.roles.engines import RolloutSettings, build_engine
+from hybridflow.roles.generator import Generator, GeneratorWorker
 from hybridflow.roles.parts import TOKENS, add_columns, add_columns_together, cut_columns
 from hybridflow.roles.policy import ModelSpec, build_policy, describe_policy, read_config
+from hybridflow.roles.probing import SyncProbe
 from hybridflow.roles.shares import RowDigest, plan_shares, split_rows
+from hybridflow.roles.weight_sync import WeightSync
 from hybridflow.rollout import NativeEngine
 from hybridflow.runtime.api import Pieces, Runtime, Seat
 from hybridflow.train_engine import Layout, TrainEngine, TrainSettings, compute_model_work, join_ranks, plan_layout
+from hybridflow.train_engine.memory import read_free
+from hybridflow.train_engine.ranks import ALONE
 from hybridflow.types import (
     BatchRef,
     Metrics,
@@ -36,9 +41,13 @@ from hybridflow.types import (
     last,
     merge_metrics,
 )
+from hybridflow.weights import SameStorage
+from hybridflow.weights.transports import SwitchTimer
 
 CHUNKS_PER_TRAINER, MAX_CHUNKS = 8, 512
 """Chunks of a step for each trainer, enough for shares of nearly equal cost, and in all: each costs the controller something."""
+SHARED_SYNCS_PER_PROBE = 50
+"""Where generation runs on the trainer's own weights; elsewhere each sync is probed."""
 MAX_FAILED_STEPS = 5
 """Steps in a row in which every row may fail; one more stops the run."""
 
@@ -69,7 +78,8 @@ class ActorWorker(GeneratorWorker):
     """
 
     def __init__(self, seat: Seat, spec: ActorSpec) -> None:
-        super().__init__(seat, spec.model, spec.rollout)
+        self.policy = build_policy(spec.model, seat)
+        self.rollout_engine = build_engine(self.policy, spec.rollout, seat)
         device = self.policy.model.device
         self.ranks = join_ranks(
             rank=seat.rank, size=seat.size, rendezvous=seat.rendezvous, device=device, timeout_s=seat.timeout_s
@@ -77,7 +87,15 @@ class ActorWorker(GeneratorWorker):
         self.train_engine = TrainEngine(self.policy.model, spec.train, self.ranks, seed=spec.model.seed)
         self._seat, self._spec = seat, spec
         self._is_whole = self.train_engine.mesh.layout.is_whole
+        self._shares_weights = self._is_whole and not spec.rollout.keeps_weights
+        self._lacks_copy = not spec.rollout.keeps_weights
         self._copied_version: int | None = None
+        self._sync: WeightSync | None = None
+        self._same = SameStorage(device)
+        together = ALONE if self._shares_weights else self.ranks
+        self._probe = SyncProbe(self.train_engine, together, seed=spec.model.seed)
+        self._syncs_since_probe = SHARED_SYNCS_PER_PROBE - 1
+        self._told: list[Metrics] = []
         self.version = 0
         self._failed_steps = 0
         self._told_failures = False
@@ -105,21 +123,48 @@ class ActorWorker(GeneratorWorker):
         update_rows: how many of the rows, one after the other, belong to each step; every rank takes every step.
         """
         steps_before = self.train_engine.steps_taken
+        self._make_room()
         with self.ranks.leaving_on_error():
             prepared = None if batch is None else prepare(batch)
             self._watch_failures(prepared.batch if prepared else None)
             parts = prepared.batch.split(update_rows) if prepared else [None] * len(update_rows)
             metrics = [self.train_engine.update(part, loss) for part in parts]
+        if self._shares_weights:
+            self.rollout_engine.wake()
         # A skipped step leaves the weights, and so the policy, as they were.
         if self.train_engine.steps_taken > steps_before:
             self.version += 1
-            if self._is_whole:
-                self.rollout_engine.load_weights(self.version)
+            if self._shares_weights:
+                self._follow()
         at = self.train_engine.mesh.at
         # Ranks of one data index have the same rows.
         counted = [prepared.metrics] if prepared and not (at.sequence or at.tensor) else []
         version: Metrics = {} if self.ranks.rank else {"policy/version": last(self.version)}
-        return merge_metrics([*counted, *metrics, version])
+        switches, self._told = self._told, []
+        return merge_metrics([*counted, *metrics, *switches, version])
+
+    def _follow(self) -> None:
+        """Lets the rollout know that the weights which it shares are of a new version."""
+        self.rollout_engine.load_weights(self.version)
+        self._told.append(self._same.push(self.version).metrics())
+        self._syncs_since_probe += 1
+
+    def before_rollout(self) -> None:
+        """Where generation runs on the trainer's own weights, what it holds beside them is probed after the first sync, and seldom then."""
+        if self._shares_weights and self._syncs_since_probe >= SHARED_SYNCS_PER_PROBE:
+            self._syncs_since_probe = 0
+            self._told.append(self._probe.check(self.rollout_engine, self.version))
+
+    def _make_room(self) -> None:
+        """Lets an engine with weights of its own on this device sleep until `refresh`, which sends it the weights anew; and one that
+        shares them where its cache leaves too little for training."""
+        keeps_weights, device = self._spec.rollout.keeps_weights, self.policy.model.device
+        if keeps_weights and not self._spec.rollout.is_remote:
+            self.rollout_engine.sleep()
+            self._copied_version = None
+        needed = self.train_engine.layers.estimate_pass_bytes()
+        if not keeps_weights and device.type == "cuda" and read_free(device) < needed:
+            self.rollout_engine.sleep()
 
     def _watch_failures(self, batch: Batch | None) -> None:
         """Tells of failed rows once, and stops where for several steps there was no other row on any rank."""
@@ -145,16 +190,36 @@ class ActorWorker(GeneratorWorker):
 
     def refresh(self) -> None:
         """Brings the generation's own copy of the weights, which is made at the first call, to the present version. A collective."""
+        self.rollout_engine.wake()
         if self._copied_version == self.version:
             return
         with self.ranks.leaving_on_error():
-            if self.rollout_engine.model is self.policy.model:
+            if self._lacks_copy:
                 copied = build_policy(self._spec.model, self._seat)
                 copied.model.module.requires_grad_(False)
-                self.rollout_engine = NativeEngine(copied.model, copied.tokenizer, self._spec.rollout.native)
-            copy_weights(self.rollout_engine.model, self.train_engine.iter_weights())
-        self.rollout_engine.load_weights(self.version)
+                engine = NativeEngine(copied.model, copied.tokenizer, self._spec.rollout.native)
+                # It may lay weights side by side, and from then on they stay where they are.
+                engine.prepare()
+                self.rollout_engine = engine
+                self._sync = WeightSync(self.train_engine, copied.model, timeout_s=self._seat.timeout_s)
+                self._lacks_copy = False
+            self._send()
+            self._told.append(self._probe.check(self.rollout_engine, self.version))
         self._copied_version = self.version
+
+    def _send(self) -> None:
+        if self._sync is None:
+            with SwitchTimer(self.policy.model.device) as timer:
+                self.rollout_engine.load_weights(self.version, self.train_engine.iter_weights())
+            weights = self.policy.model.module.parameters()
+            switch = timer.switch(
+                self.version, sum(weight.numel() for weight in weights) * self.policy.model.dtype.itemsize
+            )
+        else:
+            switch = self._sync.push(self.version)
+            self._sync.target.check_whole()
+            self.rollout_engine.load_weights(self.version)
+        self._told.append(switch.metrics())
 
     def weights(self, wanted: bool = True) -> Weights:
         """The weights as generators take them, an adapter merged in. A collective where the model is in parts; `wanted` from one rank."""
@@ -208,7 +273,9 @@ class ActorWorker(GeneratorWorker):
         self.train_engine.load_state(tensors, state)
         self.version, self._failed_steps = state["version"], state["failed_steps"]
         self._copied_version = None
-        if self._is_whole:
+        if self._sync is not None:
+            self._sync.forget()
+        if self._shares_weights:
             self.rollout_engine.load_weights(self.version)
 
     def _own_state(self) -> dict[str, Tensor]:
@@ -242,7 +309,9 @@ class Actor(Generator):
         separate_rollout: bool = False,
         snapshot_every_steps: int = 0,
     ) -> None:
-        self._trainers = runtime.place_gang("actor", ActorWorker, spec)
+        # Trainers that do not generate start no engine but the one that costs nothing.
+        trained = replace(spec, rollout=replace(spec.rollout, engine="native")) if separate_rollout else spec
+        self._trainers = runtime.place_gang("actor", ActorWorker, trained)
         self._separate = (
             runtime.place("rollout", GeneratorWorker, spec.model, spec.rollout) if separate_rollout else None
         )
@@ -251,7 +320,8 @@ class Actor(Generator):
         self._parallel_config = spec.train.parallel_config
         self._layout = plan_layout(self._parallel_config, self._trainers.size)
         self._is_whole = self._layout.is_whole
-        self._copy_is_old = not self._is_whole and self._separate is None
+        self._has_copy = self._separate is None and (not self._is_whole or spec.rollout.keeps_weights)
+        self._copy_is_old = self._has_copy
         self._updates, self._work = spec.updates_per_step, compute_model_work(read_config(spec.model.settings))
         self._snapshot_every, self._num_updates = snapshot_every_steps, 0
         self.last_snapshot: tuple[Ref[Snapshot], ...] | None = None
@@ -329,7 +399,7 @@ class Actor(Generator):
         """Rollouts from here on name the weights as they are after the calls so far, or bring their trainers' copies to these."""
         if self._separate is not None:
             self._weights = self._from_one(ActorWorker.weights)
-        self._copy_is_old = not self._is_whole and self._separate is None
+        self._copy_is_old = self._has_copy
 
     def _from_one(self, verb: Callable[..., R], *args: Any) -> Ref[R]:
         """Something that one rank makes: any of them where each has the whole model, else the first, while all meet in gathering it."""

@@ -2,59 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import torch
-from torch import Tensor
-
 from hybridflow.batch import Batch
-from hybridflow.config import Field, HybridflowError, settings
-from hybridflow.models import LanguageModel
 from hybridflow.roles.carried import Weights
+from hybridflow.roles.engines import RolloutSettings, build_engine
 from hybridflow.roles.parts import cut_rollout, name_parts, name_rows
 from hybridflow.roles.policy import ModelSpec, build_policy
-from hybridflow.rollout import NativeEngine, NativeSettings
 from hybridflow.runtime.api import Group, Pieces, Runtime, Seat
 from hybridflow.types import BatchRef, ChunkRef, Ref, SamplingParams
-
-
-@settings
-class RolloutSettings:
-    """How samples are generated."""
-
-    native: NativeSettings = Field(default_factory=NativeSettings)
-    """Limits of the native engine."""
-    chunks: int = Field(default=1, ge=1)
-    """Calls that each generating worker's part of a step is split into; with more than one, scoring starts while later ones still
-    generate, and a worker that is done early takes from the others (Ray)."""
-
-
-class WeightsError(HybridflowError, ValueError):
-    """Weights that were sent do not fit the model that they are for."""
-
-
-@torch.no_grad()
-def copy_weights(model: LanguageModel, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Takes up a trainer's weights, rounded to this model's own type; the addresses stay."""
-    own = dict(model.module.named_parameters())
-    there = set()
-    for name, weight in weights:
-        there.add(name)
-        if name in own:
-            own[name].copy_(weight)
-    odd = sorted(set(own) ^ there)
-    if odd:
-        raise WeightsError(
-            f"weight '{odd[0]}' is not on both sides ({len(odd)} such); give actor and rollout one model"
-        )
 
 
 class GeneratorWorker:
     """A model on its device and the engine that samples from it."""
 
     def __init__(self, seat: Seat, model: ModelSpec, rollout: RolloutSettings) -> None:
-        self.policy = build_policy(model, seat)
-        self.rollout_engine = NativeEngine(self.policy.model, self.policy.tokenizer, rollout.native)
+        self.rollout_engine = build_engine(build_policy(model, seat), rollout, seat)
 
     def rollout(
         self, prompts: Batch, sampling: SamplingParams, step: int, sizes: tuple[int, ...], weights: Weights | None
@@ -64,9 +25,13 @@ class GeneratorWorker:
         weights: those to sample from; None: those that the worker has.
         """
         if weights is not None and weights.version != self.rollout_engine.version:
-            copy_weights(self.policy.model, ((name, carried.tensor()) for name, carried in weights.tensors.items()))
-            self.rollout_engine.load_weights(weights.version)
+            given = ((name, carried.tensor()) for name, carried in weights.tensors.items())
+            self.rollout_engine.load_weights(weights.version, given)
+        self.before_rollout()
         return cut_rollout(self.rollout_engine.generate(prompts, sampling, step=step), sizes)
+
+    def before_rollout(self) -> None:
+        """Nothing; for workers that have more to see to."""
 
     def close(self) -> None:
         """Nothing runs outside this process."""

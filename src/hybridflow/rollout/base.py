@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
+import torch
+from torch import Tensor, nn
 
 from hybridflow.batch import Batch
-from hybridflow.config import ConfigError
+from hybridflow.config import ConfigError, HybridflowError
 from hybridflow.types import RowState, SamplingParams
 
 ROLLOUT_COLUMNS = (
@@ -19,8 +21,17 @@ ROLLOUT_COLUMNS = (
 """Columns that `generate` adds. `rollout_error` says why a row FAILED, null elsewhere."""
 
 
+class WeightsError(HybridflowError, ValueError):
+    """Weights that were given to an engine do not fit its model."""
+
+
 class RolloutEngine(Protocol):
     """Generates samples of prompts. All engines answer the same contract tests."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights that samples come from."""
+        ...
 
     def generate(self, prompts: Batch, sampling: SamplingParams, *, step: int) -> Batch:
         """`samples_per_prompt` rows for each prompt, a group's rows side by side, in the order of the prompts.
@@ -35,8 +46,17 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def load_weights(self, version: int) -> None:
-        """Samples from here on come from the weights of this version; what was cached of older ones is dropped."""
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        """Samples from here on come from the weights of this version; what was cached of older ones is dropped.
+
+        weights: every parameter of the model, whole, by its Hugging Face name, a tied one once, in any order, dtype and on any device.
+                 A tensor may be the trainer's live one; it is copied before this returns, and has to stay as it is until then.
+                 None: they are there already, in storage that the engine shares or that was written to for it; an engine that has no
+                 such storage raises ValueError.
+
+        Raises WeightsError for a name or a shape that is not the model's, or one left out; the weights are then in parts old and new
+        until a later call gives all.
+        """
         ...
 
     def sleep(self) -> None:
@@ -65,6 +85,64 @@ def check_prompts(prompts: Batch) -> None:
             f"group_id {groups[counts > 1][0]} comes twice in the prompts and its samples would be drawn alike; "
             "number each prompt anew"
         )
+
+
+def find_prompt_error(tokens: np.ndarray, context: int, vocab_size: int) -> str | None:
+    """Why a prompt cannot be served by a model with this context and vocabulary, or None."""
+    if not len(tokens):
+        return "the prompt has no tokens"
+    if len(tokens) >= context:
+        return (
+            f"the prompt's {len(tokens)} tokens leave no room in the model's context of {context}; shorten the prompt"
+        )
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        return f"the prompt holds a token outside the model's {vocab_size}; was it made with another tokenizer?"
+    return None
+
+
+@torch.no_grad()
+def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Takes up weights by name, rounded to the module's own type; the addresses stay. Raises WeightsError, see `load_weights`."""
+    own = dict(module.named_parameters())
+    watched = WatchedWeights(weights, {name: parameter.shape for name, parameter in own.items()})
+    for name, weight in watched:
+        own[name].copy_(weight)
+    watched.check()
+
+
+class WatchedWeights:
+    """Passes on those weights that the model has, in its shapes; `check` then tells of all that was odd or did not come.
+
+    Engines differ in what they do with a name too many or too few, down to a line in a log, so none of them sees one.
+    """
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> None:
+        self._weights, self._shapes = weights, shapes
+        self._came: set[str] = set()
+        self._misshapen: list[str] = []
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self._weights:
+            self._came.add(name)
+            expected = self._shapes.get(name)
+            if expected is None:
+                continue
+            if weight.shape == expected:
+                yield name, weight.detach()
+            else:
+                self._misshapen.append(
+                    f"weight '{name}' has the shape {tuple(weight.shape)} and the engine's model {tuple(expected)}"
+                )
+
+    def check(self) -> None:
+        """Raises WeightsError unless each of the model's weights has come and no other."""
+        if self._misshapen:
+            raise WeightsError(f"{self._misshapen[0]}; give actor and rollout one model")
+        odd = sorted(self._came ^ self._shapes.keys())
+        if odd:
+            raise WeightsError(
+                f"weight '{odd[0]}' is not on both sides ({len(odd)} such); give actor and rollout one model"
+            )
 
 
 def build_rollout_batch(

@@ -189,6 +189,11 @@ class TrainLayers(AbstractContextManager["TrainLayers"]):
         what is free."""
         return 0 if self.mode.checkpointing == "full" else None
 
+    def estimate_pass_bytes(self) -> int:
+        """What a micro-batch is estimated to need beside weights, gradients and optimizer."""
+        estimate = compute_memory(self._workload, self.mode)
+        return estimate.activations + estimate.backward
+
     def phase(self, phase: Phase, num_tokens: int | None = None) -> AbstractContextManager[None]:
         """Around a part of a step: an out-of-memory error in it names the phase, the tokens of the micro-batch and the remedies."""
         return naming_out_of_memory(phase, num_tokens, self._model.device, self._workload, self.mode)

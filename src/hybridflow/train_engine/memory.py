@@ -258,6 +258,12 @@ def read_usage(device: torch.device) -> tuple[int, int]:
     return resident, min(page * os.sysconf("SC_PHYS_PAGES"), _read_container_limit())
 
 
+def read_free(device: torch.device) -> int:
+    """Bytes of a GPU that this process can still take: what nobody has, and what its allocator holds unused."""
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + idle
+
+
 def _read_container_limit() -> int:
     text = _CONTAINER_LIMIT.read_text().strip() if _CONTAINER_LIMIT.is_file() else "max"
     return 2**62 if text == "max" else int(text)

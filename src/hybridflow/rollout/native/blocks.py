@@ -34,8 +34,11 @@ class BlockAllocator:
         """Adds one holder for each mention of a block."""
         np.add.at(self._holders, blocks, 1)
 
-    def release(self, blocks: np.ndarray) -> None:
-        """Takes one holder off for each mention of a block; a block may be mentioned by several holders at once."""
+    def release(self, blocks: np.ndarray) -> np.ndarray:
+        """Takes one holder off for each mention of a block; a block may be mentioned by several holders at once.
+
+        returns: [n] int32, those that nobody holds any more.
+        """
         np.subtract.at(self._holders, blocks, 1)
         touched = np.unique(blocks)
         holders = self._holders[touched]
@@ -44,3 +47,4 @@ class BlockAllocator:
         free = touched[holders == 0]
         self._free[self.num_free : self.num_free + len(free)] = free
         self.num_free += len(free)
+        return free

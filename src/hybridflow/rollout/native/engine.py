@@ -6,24 +6,28 @@ Letters: T packed tokens of a pass, B sequences of a pass, R rows that draw a to
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.batch import Batch
 from hybridflow.config import ConfigError, Field, settings
-from hybridflow.models import BLOCK_SIZE, LanguageModel, Paged, PagedKVCache, compute_logits
-from hybridflow.rollout.base import build_rollout_batch, check_prompts
-from hybridflow.rollout.native.draws import compute_keys, compute_uniforms
-from hybridflow.rollout.native.sampler import sample_tokens
+from hybridflow.models import BLOCK_SIZE, LanguageModel, Paged, PagedKVCache
+from hybridflow.models.attention import AttentionForm
+from hybridflow.rollout.base import build_rollout_batch, check_prompts, copy_weights, find_prompt_error
+from hybridflow.rollout.native.decoding import Decoding
+from hybridflow.rollout.native.draws import compute_keys
+from hybridflow.rollout.native.graphs import GraphDecoder, can_capture, draw_on_device
+from hybridflow.rollout.native.layers import FusedLayers, serves
 from hybridflow.rollout.native.scheduler import Scheduler, Step, plan_num_blocks
+from hybridflow.rollout.native.seats import Decoder, StepDecoder, draw
 from hybridflow.rollout.native.sequences import Finish, Sequences
 from hybridflow.rollout.native.stopping import StopRules, collect_eos_ids
+from hybridflow.rollout.turns import Turns
 from hybridflow.types import SamplingParams
 
 _CPU_CACHE_BYTES = 2 * 1024**3
@@ -39,8 +43,11 @@ class NativeSettings:
     takes more than it can use."""
     kv_memory_fraction: float = Field(default=0.5, gt=0.0, le=1.0)
     """Share of the GPU's free memory for the cache where `kv_cache_tokens` is null; on a CPU it takes up to 2 GiB."""
-    max_sequences: int = Field(default=512, ge=1)
+    max_sequences: int = Field(default=1024, ge=1)
     """Most rows that are decoded at a time."""
+    cuda_graphs: bool = True
+    """Decodes on a GPU by captured graphs and fused kernels, where Triton is there; false goes step by step through the
+    model's own forward, many times slower and open to a debugger."""
     prefill_tokens_per_step: int = Field(default=8192, ge=1)
     """Most prompt tokens of one pass; longer prompts take several. Bounds the memory of activations."""
 
@@ -53,8 +60,9 @@ class _Job:
     scheduler: Scheduler
     stops: StopRules
     sampling: SamplingParams
-    keys_R: Tensor
+    keys: np.ndarray
     cache: PagedKVCache
+    decoding: Decoding
 
 
 class NativeEngine:
@@ -73,61 +81,91 @@ class NativeEngine:
         self.version = 0
         self._cache: PagedKVCache | None = None
         self._max_blocks = 0
-        self._asleep = False
-        self._busy = threading.Lock()
-        self._abort = threading.Event()
+        self._fused: FusedLayers | None = None
+        self._graphs: GraphDecoder | None = None
+        self._is_prepared = False
+        self._turns = Turns()
 
     def generate(self, prompts: Batch, sampling: SamplingParams, *, step: int) -> Batch:
         """Samples of each prompt; see `RolloutEngine.generate`."""
         check_prompts(prompts)
-        with self._occupied("generate"), _evaluating(self.model), torch.inference_mode():
+        with self._turns.take("generate", awake=True), _evaluating(self.model), torch.inference_mode():
+            self.prepare()
             errors_P = self._find_errors(prompts)
             job = self._start(prompts, errors_P, sampling, step)
-            while job.sequences.num_unfinished and not self._abort.is_set():
-                self._step(job)
+            while job.sequences.num_unfinished and not self._turns.aborting.is_set():
+                prefill = job.scheduler.schedule_prefill()
+                copies = job.scheduler.take_copies()
+                if copies.size:
+                    job.cache.copy_slots(*self._to_device(copies.T.copy()))
+                if prefill is not None:
+                    self._prefill(job, prefill)
+                else:
+                    job.decoding.run(self._turns.aborting)
             return self._finish(prompts, errors_P, job)
 
-    def load_weights(self, version: int) -> None:
-        """The model's weights are now those of `version`; they are the trainer's own, and no prefix outlives a call."""
-        with self._occupied("load_weights"):
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        """See `RolloutEngine.load_weights`. None: the model is the trainer's own, or was written to. No prefix outlives a call."""
+        with self._turns.take("load_weights"):
+            if weights is not None:
+                copy_weights(self.model.module, weights)
             self.version = version
 
     def sleep(self) -> None:
         """Frees the KV cache."""
-        with self._occupied("sleep"):
-            self._asleep = True
+        with self._turns.take("sleep"):
+            self._turns.asleep = True
             self._free_cache()
 
     def wake(self) -> None:
         """Allows `generate` again; the cache comes with the first call, which knows its size."""
-        self._asleep = False
+        self._turns.asleep = False
 
     def abort(self) -> None:
         """Ends a running `generate` after its present step; without one it does nothing."""
-        self._abort.set()
+        self._turns.aborting.set()
 
-    def _step(self, job: _Job) -> None:
-        step = job.scheduler.schedule()
-        tokens, logprobs = self._run(job, step)
+    def _prefill(self, job: _Job, step: Step) -> None:
+        """Feeds prompts, and rows that lost their blocks, to the model; rows whose prompt is complete draw their first token."""
+        hidden_TD = self._compute_states(job, step)
+        last_R = self._to_device(np.cumsum(step.counts)[step.sources] - 1)
+        tokens, logprobs = self._draw(job, hidden_TD[last_R], step.rows)
         job.sequences.append(step.rows, tokens, logprobs)
         job.stops.mark_finished(job.sequences, step.rows)
-        job.scheduler.postprocess(step)
+        job.scheduler.postprocess(step.sequences, step.counts, step.rows)
 
-    def _run(self, job: _Job, step: Step) -> tuple[np.ndarray, np.ndarray]:
-        """Feeds the step's tokens to the model and draws. returns: (tokens [R], logprobs [R])."""
-        if step.copies.size:
-            source, target = self._to_device(step.copies.T.copy())
-            job.cache.copy_slots(source, target)
-        hidden_TD = self.model.hidden_states(*self._packed_input(job, step), self._paged(job, step))
-        last_R = self._to_device(np.cumsum(step.counts)[step.sources] - 1)
-        greedy = job.sampling.temperature == 0
-        logits_RV = compute_logits(hidden_TD[last_R], self.model.head, 1.0 if greedy else job.sampling.temperature)
-        rows_R, at_R = self._to_device(np.stack([step.rows, job.sequences.length[step.rows]]))
-        uniforms_R = None if greedy else compute_uniforms(job.keys_R[rows_R], at_R)
-        tokens_R, logprobs_R = sample_tokens(logits_RV, uniforms_R, top_k=job.sampling.top_k, top_p=job.sampling.top_p)
-        # Both numbers are exact in float64, and one copy is one wait for the device.
-        drawn_2R = torch.stack([tokens_R.double(), logprobs_R.double()]).cpu().numpy()
-        return drawn_2R[0].astype(np.int32), drawn_2R[1].astype(np.float32)
+    def _compute_states(self, job: _Job, step: Step) -> Tensor:
+        """Hidden states [T, D] of all tokens that the step feeds."""
+        tokens_T, positions_T = self._packed_input(job, step)
+        paged = self._paged(job, step)
+        if self._fused is None:
+            return self.model.hidden_states(tokens_T, positions_T, paged)
+        plan = self.model.plan_attention(paged)
+
+        def attend(
+            layer: int, module: nn.Module, query: Tensor, key: Tensor | None, value: Tensor | None, form: AttentionForm
+        ) -> Tensor:
+            assert key is not None and value is not None
+            return plan.attend(module, query, key, value, form)
+
+        nowhere_T = self._to_device(np.full(len(tokens_T), -1))
+        tokens_T, positions_T = (part.to(self.model.device, non_blocking=True) for part in (tokens_T, positions_T))
+        self._fused.reach(int(job.sequences.max_length.max()))
+        return self._fused.hidden_states(tokens_T, positions_T, nowhere_T, job.cache, attend, with_kv=True)
+
+    def _draw(self, job: _Job, hidden_RD: Tensor, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        positions = job.sequences.length[rows]
+        if self._graphs is None:
+            return draw(self.model, hidden_RD, job.keys[rows], positions, job.sampling)
+        keys_R, positions_R = self._to_device(np.stack([job.keys[rows], positions]))
+        sampling = job.sampling
+        drawn = draw_on_device(
+            *(self.model, hidden_RD, keys_R, positions_R, sampling.temperature),
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+        )
+        tokens, logprobs = (part.cpu().numpy() for part in drawn)
+        return tokens.astype(np.int32), logprobs
 
     def _packed_input(self, job: _Job, step: Step) -> tuple[Tensor, Tensor]:
         owners_T = np.repeat(step.sequences, step.counts)
@@ -139,12 +177,11 @@ class NativeEngine:
     def _paged(self, job: _Job, step: Step) -> Paged:
         lengths = step.starts + step.counts
         width = -(-int(lengths.max()) // BLOCK_SIZE)
-        decoding = int(step.counts.max()) == 1
         return Paged(
             job.cache,
             torch.from_numpy(job.scheduler.block_table[step.sequences, :width]),
             torch.from_numpy(lengths),
-            None if decoding else torch.from_numpy(np.append(0, np.cumsum(step.counts)).astype(np.int32)),
+            torch.from_numpy(np.append(0, np.cumsum(step.counts)).astype(np.int32)),
         )
 
     def _to_device(self, values: np.ndarray) -> Tensor:
@@ -153,7 +190,7 @@ class NativeEngine:
     def _find_errors(self, prompts: Batch) -> list[str | None]:
         """Why a prompt cannot be served, or None, for each prompt."""
         context = self.model.config.max_position_embeddings
-        return [_find_error(tokens, context, self.model.vocab_size) for tokens in prompts.arrays("prompt_tokens")]
+        return [find_prompt_error(tokens, context, self.model.vocab_size) for tokens in prompts.arrays("prompt_tokens")]
 
     def _start(self, prompts: Batch, errors_P: list[str | None], sampling: SamplingParams, step: int) -> _Job:
         samples = sampling.samples_per_prompt
@@ -169,12 +206,39 @@ class NativeEngine:
             np.tile(np.arange(samples), len(served)),
         )
         cache = self._fit_cache(sequences)
-        scheduler = Scheduler(
-            sequences, cache.num_blocks, BLOCK_SIZE, self.settings.max_sequences, self.settings.prefill_tokens_per_step
-        )
+        num_blocks = cache.num_blocks - self._num_idle_blocks
+        limits = (self.settings.max_sequences, self.settings.prefill_tokens_per_step)
+        scheduler = Scheduler(sequences, num_blocks, BLOCK_SIZE, *limits)
         eos_ids = collect_eos_ids(self.tokenizer, self.model.module.generation_config)
         stops = StopRules(sampling, eos_ids, self.tokenizer, self.model.vocab_size)
-        return _Job(sequences, scheduler, stops, sampling, self._to_device(keys_R), cache)
+        decoder = self._build_decoder(cache, sampling, stops, sequences)
+        decoding = Decoding(scheduler, stops, decoder, keys_R)
+        return _Job(sequences, scheduler, stops, sampling, keys_R, cache, decoding)
+
+    def prepare(self) -> None:
+        """Lays the weights where they stay from here on. Comes by itself with the first `generate`, when a trainer has put its adapter into
+        the model; whoever holds on to addresses of weights before that calls it first."""
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        if self.settings.cuda_graphs and can_capture(self.model):
+            self._fused = FusedLayers(self.model) if serves(self.model) else None
+            self._graphs = GraphDecoder(self.model, self._fused)
+
+    def _build_decoder(
+        self, cache: PagedKVCache, sampling: SamplingParams, stops: StopRules, sequences: Sequences
+    ) -> Decoder:
+        if self._graphs is None:
+            return StepDecoder(self.model, cache, sampling)
+        self._graphs.prepare(
+            cache,
+            (cache.num_blocks - 1) * BLOCK_SIZE,
+            sampling,
+            np.array(stops.ids, np.int64),
+            most_seats=min(self.settings.max_sequences, sequences.num_rows),
+            longest=int(sequences.max_length.max(initial=1)),
+        )
+        return self._graphs
 
     def _finish(self, prompts: Batch, errors_P: list[str | None], job: _Job) -> Batch:
         rows = job.sequences
@@ -201,13 +265,11 @@ class NativeEngine:
 
     def _fit_cache(self, sequences: Sequences) -> PagedKVCache:
         """The cache at hand, or a larger one where the call can use more and the limits allow it."""
-        if self._asleep:
-            raise RuntimeError("the rollout engine is asleep and has no KV cache; call wake() before generate()")
         least, most = plan_num_blocks(sequences, BLOCK_SIZE, self.settings.max_sequences)
         if self._cache is None:
             self._max_blocks = self._compute_max_blocks()
-        wanted = min(most, self._max_blocks)
-        if wanted < least:
+        wanted = min(most + self._num_idle_blocks, self._max_blocks)
+        if wanted < least + self._num_idle_blocks:
             raise ConfigError(
                 f"the KV cache holds {wanted * BLOCK_SIZE} tokens and the longest row may need {least * BLOCK_SIZE}; "
                 "raise kv_cache_tokens or kv_memory_fraction, or lower max_new_tokens"
@@ -228,34 +290,17 @@ class NativeEngine:
         free_bytes, _ = torch.cuda.mem_get_info(model.device)
         return int(free_bytes * self.settings.kv_memory_fraction) // block_bytes
 
+    @property
+    def _num_idle_blocks(self) -> int:
+        """Blocks of the cache that no row gets: idle seats of a graph write there."""
+        return 0 if self._graphs is None else 1
+
     def _free_cache(self) -> None:
         self._cache = None
+        if self._graphs is not None:
+            self._graphs.release()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    @contextlib.contextmanager
-    def _occupied(self, verb: str) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError(
-                f"{verb}() was called while the rollout engine is generating; wait for it or abort() it first"
-            )
-        self._abort.clear()
-        try:
-            yield
-        finally:
-            self._busy.release()
-
-
-def _find_error(tokens: np.ndarray, context: int, vocab_size: int) -> str | None:
-    if not len(tokens):
-        return "the prompt has no tokens"
-    if len(tokens) >= context:
-        return (
-            f"the prompt's {len(tokens)} tokens leave no room in the model's context of {context}; shorten the prompt"
-        )
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        return f"the prompt holds a token outside the model's {vocab_size}; was it made with another tokenizer?"
-    return None
 
 
 @contextlib.contextmanager

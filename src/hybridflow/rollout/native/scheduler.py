@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridflow.rollout.native.blocks import BlockAllocator
+from hybridflow.rollout.native.prefixes import PrefixBlocks, find_shared_prefixes
 from hybridflow.rollout.native.sequences import Finish, Sequences
 
 _NO_COPIES = np.zeros((0, 2), np.int64)
@@ -24,7 +25,6 @@ class Step:
 
     sequences: [B] sequence numbers; each is fed `counts` [B] tokens, from `starts` [B] on.
     rows:      rows that draw a token, each from the last token fed of `sequences[sources]`.
-    copies:    [C, 2] token slots of the cache to be copied before the pass, from and to.
     """
 
     sequences: np.ndarray
@@ -32,14 +32,14 @@ class Step:
     counts: np.ndarray
     rows: np.ndarray
     sources: np.ndarray
-    copies: np.ndarray
 
 
 class Scheduler:
     """Continuous batching over a bounded number of blocks.
 
     Invariants: a running row and an opened prompt hold all blocks that the tokens they are about to be fed need;
-    a row shares its prompt's full blocks and has its own copy of the last partial one; at most `max_sequences` rows
+    a row shares its prompt's full blocks and has its own copy of the last partial one; prompts that begin alike share the full blocks of
+    what they have in common, which one of them computes first; at most `max_sequences` rows
     run; a pass over prompts feeds at most `prefill_tokens` tokens; a finished row holds nothing.
     """
 
@@ -52,6 +52,12 @@ class Scheduler:
         self.prefill_tokens = prefill_tokens
         self.allocator = BlockAllocator(num_blocks)
         self.num_preemptions = 0
+        prompts = [
+            sequences.tokens[at, : sequences.length[at]] for at in range(sequences.num_rows, len(sequences.length))
+        ]
+        numbers = find_shared_prefixes(prompts, block_size)
+        self._prefixes = PrefixBlocks(numbers, num_blocks)
+        self._begins_alike = np.array([bool(shared) for shared in numbers], np.bool_)
         total = len(sequences.length)
         width = int(self._blocks_for(sequences.max_length).max(initial=1))
         self.block_table = np.zeros((total, width), np.int32)
@@ -62,19 +68,44 @@ class Scheduler:
         """Rows that hold blocks, ascending."""
         self._copies = _NO_COPIES
 
-    def schedule(self) -> Step:
-        """The next pass: prompts and rows to recompute where there are any, else one token of every running row."""
+    def schedule_prefill(self) -> Step | None:
+        """The next pass over prompts and over rows to be computed again; None where all that runs is ready to decode."""
         self._admit()
-        step = self._plan_prefill()
-        if step is None:
-            self._grow()
-            step = self._plan_decode()
-        return step
+        return self._plan_prefill()
 
-    def postprocess(self, step: Step) -> None:
-        """Books what the pass computed and gives back the blocks of finished rows and groups."""
-        self.cached[step.sequences] += step.counts
-        done = step.rows[self.sequences.finish[step.rows] != Finish.NONE]
+    def take_copies(self) -> np.ndarray:
+        """[C, 2] token slots of the cache to be copied before anything else runs, from and to; to be asked after each
+        `schedule_prefill`."""
+        copies, self._copies = self._copies, _NO_COPIES
+        return copies
+
+    def reserve(self, steps: int) -> bool:
+        """Gives every running row the blocks that it may fill in so many steps; False, and nothing given, where too few are free."""
+        rows = self.running
+        # The last token of a row is never fed.
+        ends = np.minimum(self.sequences.length[rows] + steps - 1, self.sequences.max_length[rows] - 1)
+        lacking = np.maximum(self._blocks_for(ends) - self.num_blocks[rows], 0)
+        if lacking.sum() > self.allocator.num_free:
+            return False
+        self._give_blocks(rows, lacking)
+        return True
+
+    def make_room_for_one_step(self) -> None:
+        """Gives every running row the block of its next token, taking those of others where too few are free; fewer may run then."""
+        while not self.reserve(1):
+            self._evict(keep=-1)
+
+    def postprocess(self, sequences: np.ndarray, counts: np.ndarray, rows: np.ndarray) -> None:
+        """Books what was computed and gives back the blocks of finished rows and groups.
+
+        sequences, counts: [B] that were fed so many tokens each.
+        rows:              those that have drawn.
+        """
+        self.cached[sequences] += counts
+        for prompt in self._begin_alike(sequences[sequences >= self.sequences.num_rows]):
+            if self.cached[prompt] == self.sequences.length[prompt]:
+                self._prefixes.add(prompt - self.sequences.num_rows, self.block_table[prompt])
+        done = rows[self.sequences.finish[rows] != Finish.NONE]
         if done.size:
             self._release(done[self.num_blocks[done] > 0])
             self._close_groups(np.unique(done // self.sequences.samples))
@@ -90,15 +121,7 @@ class Scheduler:
         counts = np.clip(self.prefill_tokens - before, 0, pending)
         chosen = counts > 0
         rows, sources = self._drawing_rows(candidates[chosen], (counts == pending)[chosen])
-        return self._build_step(candidates[chosen], counts[chosen], rows, sources)
-
-    def _plan_decode(self) -> Step:
-        rows = self.running
-        return self._build_step(rows, np.ones(len(rows), np.int64), rows, np.arange(len(rows)))
-
-    def _build_step(self, sequences: np.ndarray, counts: np.ndarray, rows: np.ndarray, sources: np.ndarray) -> Step:
-        copies, self._copies = self._copies, _NO_COPIES
-        return Step(sequences, self.cached[sequences], counts, rows, sources, copies)
+        return Step(candidates[chosen], self.cached[candidates[chosen]], counts[chosen], rows, sources)
 
     def _drawing_rows(self, sequences: np.ndarray, complete: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """A completed row draws for itself, a completed prompt for those rows of its group that have no token yet."""
@@ -124,9 +147,28 @@ class Scheduler:
             return
         rows = rows[: self._count_admissible(rows)]
         prompts = self._prompts_of(rows)
-        closed = np.unique(prompts[self.num_blocks[prompts] == 0])
-        self._give_blocks(closed, self._blocks_for(self.sequences.length[closed]))
+        closed = self._share_prefixes(np.unique(prompts[self.num_blocks[prompts] == 0]))
+        self._give_blocks(closed, self._blocks_for(self.sequences.length[closed]) - self.num_blocks[closed])
         self._start(rows[self.cached[prompts] == self.sequences.length[prompts]])
+
+    def _share_prefixes(self, prompts: np.ndarray) -> np.ndarray:
+        """Gives prompts the blocks that are there of what they begin with. returns: those that can be computed now, the others wait."""
+        waiting = []
+        for prompt in self._begin_alike(prompts):
+            blocks = self._prefixes.match(prompt - self.sequences.num_rows)
+            if blocks is None:
+                waiting.append(prompt)
+                continue
+            self.block_table[prompt, : len(blocks)] = blocks
+            self.allocator.share(blocks)
+            self.num_blocks[prompt] = len(blocks)
+            self.cached[prompt] = len(blocks) * self.block_size
+            self._prefixes.begin(prompt - self.sequences.num_rows)
+        return np.setdiff1d(prompts, waiting) if waiting else prompts
+
+    def _begin_alike(self, prompts: np.ndarray) -> list[int]:
+        alike: list[int] = prompts[self._begins_alike[prompts - self.sequences.num_rows]].tolist()
+        return alike
 
     def _count_admissible(self, rows: np.ndarray) -> int:
         """How many of the waiting rows, from the first, have a seat, blocks and room in the next prefill.
@@ -179,17 +221,6 @@ class Scheduler:
         # The last token of a row is never fed, so it needs no room.
         return self._blocks_for(self.sequences.max_length[rows] - 1)
 
-    def _grow(self) -> None:
-        """Gives every running row the block that its next token needs, evicting while there are too few."""
-        while True:
-            rows = self.running
-            lacking = rows[self.sequences.length[rows] > self.num_blocks[rows] * self.block_size]
-            if len(lacking) <= self.allocator.num_free:
-                break
-            self._evict(keep=-1)
-        if lacking.size:
-            self._give_blocks(lacking, np.ones(len(lacking), np.int64))
-
     def _make_room(self, count: int, keep: int) -> None:
         while self.allocator.num_free < count:
             self._evict(keep)
@@ -214,7 +245,9 @@ class Scheduler:
         if not sequences.size:
             return
         held = np.arange(self.block_table.shape[1]) < self.num_blocks[sequences, None]
-        self.allocator.release(self.block_table[sequences][held])
+        self._prefixes.remove(self.allocator.release(self.block_table[sequences][held]))
+        for prompt in self._begin_alike(sequences[sequences >= self.sequences.num_rows]):
+            self._prefixes.give_up(prompt - self.sequences.num_rows)
         self.num_blocks[sequences] = 0
         self.cached[sequences] = 0
         self.running = self.running[self.num_blocks[self.running] > 0]

@@ -27,6 +27,8 @@ class StopRules:
     A stop id is part of the row's tokens and not of its text. A stop string is looked for in the text of the response
     alone, so it may span tokens; its tokens stay, the text is cut before it. A stop string that is a special token
     (which text never shows) stops by its id. `ignore_eos` ignores the model's own ids, never the ones asked for.
+
+    ids, strings: what stops a row, after all of this, for engines that look for it themselves.
     """
 
     def __init__(
@@ -39,8 +41,9 @@ class StopRules:
             ids |= eos_ids
         self.strings = tuple(s for s in sampling.stop_strings if s not in special)
         self._tokenizer = tokenizer
+        self.ids = sorted(index for index in ids if 0 <= index < vocab_size)
         self._is_stop = np.zeros(vocab_size, np.bool_)
-        self._is_stop[[index for index in ids if 0 <= index < vocab_size]] = True
+        self._is_stop[self.ids] = True
         self._last_characters = {string[-1] for string in self.strings}
         self._completes = np.full(vocab_size, _MAY if " " in self._last_characters else _UNKNOWN, np.int8)
         self._window = max((len(string.encode()) for string in self.strings), default=0) + _SPARE_TOKENS
@@ -61,7 +64,8 @@ class StopRules:
     def decode(self, responses: list[np.ndarray]) -> list[str]:
         """Texts of responses, without special tokens, a last stop id, and what a stop string begins."""
         ids = [response[:-1] if len(response) and self._is_stop[response[-1]] else response for response in responses]
-        texts = self._tokenizer.batch_decode([part.tolist() for part in ids], skip_special_tokens=True)
+        # Some releases of Transformers make one text of no rows.
+        texts = self._tokenizer.batch_decode([part.tolist() for part in ids], skip_special_tokens=True) if ids else []
         return [self._cut(text) for text in texts] if self.strings else texts
 
     def _cut(self, text: str) -> str:

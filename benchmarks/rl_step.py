@@ -1,0 +1,206 @@
+"""One step of GRPO on one GPU, by phase: hybridflow, and TRL's GRPOTrainer.
+
+    python benchmarks/rl_step.py shape=qwen2.5-0.5b shape=qwen2.5-1.5b
+    python benchmarks/rl_step.py side=trl,shape=qwen2.5-0.5b,vllm=1,micro=32
+
+Random weights of the real shape, prompts of equal length, responses that go to their limit, a reward that costs nothing (the share of even
+tokens). hybridflow: generation and training on one set of bfloat16 weights over float32 masters; the rollout's own log-probabilities are
+the old ones. TRL: bfloat16 weights and moments, `vllm=1` its colocated vLLM, else Transformers' `generate`; `micro` rows at a time.
+Prints seconds by phase of the fastest step after the warm-up, and tokens a second over the whole step, prompts and responses counted.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from shapes import SHAPES, build_model, build_module
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement; see the module."""
+
+    side: str = "hybridflow"
+    shape: str = "qwen2.5-0.5b"
+    prompts: int = 64
+    samples: int = 8
+    prompt: int = 256
+    response: int = 512
+    steps: int = 3
+    budget: int = 65536
+    compile: int = 1
+    vllm: int = 0
+    micro: int = 32
+    busy: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """From `key=value,key=value`."""
+        kinds = {name: type(value) for name, value in vars(cls()).items()}
+        return cls(**{name: kinds[name](value) for name, value in (word.split("=", 1) for word in text.split(","))})
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, prompts counted once a row."""
+        return self.prompts * self.samples * (self.prompt + self.response)
+
+
+def main() -> None:
+    """Runs the cases."""
+    for case in map(Case.parse, sys.argv[1:]):
+        given = {name: value for name, value in vars(case).items() if value != vars(Case())[name]}
+        try:
+            result = {"hybridflow": run_hybridflow, "trl": run_trl}[case.side](case)
+        except (RuntimeError, ValueError) as error:
+            result = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+        print(
+            json.dumps({"side": case.side, "shape": case.shape, **given, **result, "torch": torch.__version__}),
+            flush=True,
+        )
+        gc.collect()
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def run_hybridflow(case: Case) -> dict[str, Any]:
+    """Generation, advantages and one update, as the actor's worker does them."""
+    from hybridflow.algorithms import compute_group_advantages
+    from hybridflow.algorithms.losses import PolicyLoss
+    from hybridflow.batch import Batch
+    from hybridflow.data import build_character_tokenizer
+    from hybridflow.rollout import NativeEngine, NativeSettings
+    from hybridflow.train_engine import OptimizerSettings, TrainEngine, TrainSettings
+    from hybridflow.types import SamplingParams
+
+    model = build_model(case.shape, DEVICE, torch.bfloat16)
+    settings = TrainSettings(
+        micro_batch_tokens=case.budget, compile=bool(case.compile), optimizer=OptimizerSettings(lr=1e-6)
+    )
+    trainer = TrainEngine(model, settings)
+    rows = case.prompts * case.samples
+    engine = NativeEngine(model, build_character_tokenizer("0123456789"), NativeSettings(max_sequences=rows))
+    rng, vocab = np.random.default_rng(0), SHAPES[case.shape]["vocab_size"] - 1000
+    sampling = SamplingParams(max_new_tokens=case.response, samples_per_prompt=case.samples, ignore_eos=True)
+
+    def step(number: int) -> dict[str, float]:
+        prompts = [rng.integers(10, vocab, case.prompt).astype(np.int32) for _ in range(case.prompts)]
+        clock = Clock()
+        batch = engine.generate(
+            Batch.from_columns(group_id=list(range(case.prompts)), prompt_tokens=prompts), sampling, step=number
+        )
+        clock.mark("rollout")
+        rewards = np.array([np.mean(tokens[case.prompt :] % 2 == 0) for tokens in batch.arrays("tokens")])
+        advantages = compute_group_advantages(
+            rewards, batch.numpy("group_id"), np.ones(rows, np.bool_), normalize_std=True
+        )
+        lengths = [len(tokens) for tokens in batch.arrays("tokens")]
+        columns = [np.full(length, value, np.float32) for length, value in zip(lengths, advantages, strict=True)]
+        batch = batch.with_column("advantages", columns)
+        clock.mark("score")
+        trainer.update(batch, PolicyLoss())
+        engine.load_weights(number + 1)
+        clock.mark("update")
+        return clock.seconds
+
+    return describe(case, [step(number) for number in range(case.steps + 1)][1:], step)
+
+
+def run_trl(case: Case) -> dict[str, Any]:
+    """GRPOTrainer; its phases are what it logs itself."""
+    import tempfile
+
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from hybridflow.data import build_character_tokenizer
+
+    class Watch(TrainerCallback):
+        """When each optimizer step ends."""
+
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            wait()
+            self.ends.append(time.perf_counter())
+
+    rows = case.prompts * case.samples
+    rng = np.random.default_rng(0)
+    texts = ["".join(rng.integers(0, 10, case.prompt).astype(str)) for _ in range(case.prompts * (case.steps + 2))]
+    with tempfile.TemporaryDirectory() as directory:
+        config = GRPOConfig(
+            output_dir=directory, per_device_train_batch_size=case.micro, gradient_accumulation_steps=rows // case.micro,
+            num_generations=case.samples, max_completion_length=case.response, max_steps=case.steps + 1, bf16=True,
+            beta=0.0, use_vllm=bool(case.vllm), vllm_mode="colocate", vllm_gpu_memory_utilization=0.4, report_to="none",
+            gradient_checkpointing=False, optim="adamw_torch_fused", logging_strategy="no", save_strategy="no",
+            use_cpu=DEVICE.type == "cpu", disable_tqdm=True, learning_rate=1e-6,
+        )  # fmt: skip
+        watch = Watch()
+        trainer = GRPOTrainer(
+            model=build_module(case.shape, "sdpa", DEVICE, torch.bfloat16),
+            reward_funcs=lambda completions, **_: [float(len(completion) % 2) for completion in completions],
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": texts}),
+            processing_class=build_character_tokenizer("0123456789"),
+            callbacks=[watch],
+        )
+        trainer.train()
+    return describe(
+        case, [{"whole": later - earlier} for earlier, later in zip(watch.ends, watch.ends[1:], strict=False)]
+    )
+
+
+class Clock:
+    """Seconds between marks, the device's work included."""
+
+    def __init__(self) -> None:
+        wait()
+        self.seconds: dict[str, float] = {}
+        self._last_s = time.perf_counter()
+
+    def mark(self, name: str) -> None:
+        """Ends the phase of this name."""
+        wait()
+        now_s = time.perf_counter()
+        self.seconds[name], self._last_s = now_s - self._last_s, now_s
+
+
+def describe(
+    case: Case, steps: list[dict[str, float]], step: Callable[[int], dict[str, float]] | None = None
+) -> dict[str, Any]:
+    """The fastest step; with `busy`, the share of one more in which a kernel runs."""
+    best = min(steps, key=lambda seconds: sum(seconds.values()))
+    found: dict[str, Any] = {name: round(value, 3) for name, value in best.items()}
+    found |= {"step_s": round(sum(best.values()), 3), "tokens_per_s": round(case.tokens / sum(best.values()))}
+    if DEVICE.type == "cuda":
+        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+    if case.busy and step is not None and DEVICE.type == "cuda":
+        started_s = time.perf_counter()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+            step(len(steps) + 1)
+        whole_s = time.perf_counter() - started_s
+        found["gpu_busy"] = round(
+            sum(event.self_device_time_total for event in profiled.key_averages()) / 1e6 / whole_s, 3
+        )
+    return found
+
+
+def wait() -> None:
+    """For the GPU."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Which engine generates: pure, from what is installed, what is measured, and what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
+
+from hybridflow.config import ConfigError
+from hybridflow.types import Numerics
+
+EngineName = Literal["native", "vllm", "sglang"]
+INSTALL = {"vllm": "pip install vllm", "sglang": "pip install sglang"}
+"""Remedies; a package has the name of its engine."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An engine and why: `Choice("native", "vLLM is not installed")`."""
+
+    name: EngineName
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Both engines in one run, with log-probabilities: `Measured(parameters=0.6e9, native_tokens_per_s=30e3, vllm_tokens_per_s=15e3)`."""
+
+    parameters: float
+    native_tokens_per_s: float
+    vllm_tokens_per_s: float
+
+
+MEASURED: tuple[Measured, ...] = ()
+"""On one H200, by the size of the model; the tables are in docs/performance.md."""
+
+
+def find_installed() -> frozenset[str]:
+    """Those engines beside the native one whose package is installed here."""
+    return frozenset(name for name in INSTALL if find_spec(name) is not None)
+
+
+def choose_engine(
+    wanted: str,
+    *,
+    installed: Collection[str],
+    on_gpu: bool,
+    parameters: float | None = None,
+    url: str | None = None,
+    numerics: Numerics = "fast",
+    measured: Sequence[Measured] = MEASURED,
+) -> Choice:
+    """The engine that `rollout.engine` means. Raises ConfigError for one that cannot be had.
+
+    installed:  what of vllm and sglang is there.
+    parameters: of the model, to find the measurement nearest in size (by ratio); None where that is not known.
+    url:        of a vLLM server, which needs no vLLM here.
+    """
+    if wanted == "auto":
+        return _choose(installed, on_gpu, parameters, numerics, measured)
+    if wanted == "native":
+        return Choice("native", "as rollout.engine says")
+    if wanted not in INSTALL:
+        raise ConfigError(f"rollout.engine: '{wanted}' is no engine; set auto, native, vllm or sglang")
+    remote = wanted == "vllm" and url is not None
+    if numerics == "exact":
+        raise ConfigError(
+            f"rollout.engine: '{wanted}' makes no row independent of its company, which numerics=exact asks for; set rollout.engine=native"
+        )
+    if not remote and wanted not in installed:
+        raise ConfigError(
+            f"rollout.engine: '{wanted}' is not installed; {INSTALL[wanted]}, or set rollout.engine=native"
+        )
+    if wanted == "sglang" and not on_gpu:
+        raise ConfigError("rollout.engine: 'sglang' needs a GPU; set rollout.engine=native")
+    where = f"the server at {url}" if remote else "as rollout.engine says"
+    return Choice("vllm" if wanted == "vllm" else "sglang", where)
+
+
+def _choose(
+    installed: Collection[str], on_gpu: bool, parameters: float | None, numerics: Numerics, measured: Sequence[Measured]
+) -> Choice:
+    if numerics == "exact":
+        return Choice("native", "numerics=exact asks for rows that are independent of their company")
+    if not on_gpu:
+        return Choice("native", "on a CPU it uses the trainer's own weights, and nothing else is faster")
+    if "vllm" not in installed:
+        return Choice("native", "vLLM is not installed")
+    if parameters is None or not measured:
+        return Choice("native", "nothing measured for this model is faster, and it needs no second copy of the weights")
+    nearest = min(measured, key=lambda row: max(row.parameters / parameters, parameters / row.parameters))
+    native, vllm = nearest.native_tokens_per_s, nearest.vllm_tokens_per_s
+    told = f"measured at {nearest.parameters / 1e9:.2g}B parameters, native {native:,.0f} and vLLM {vllm:,.0f} tokens/s"
+    return Choice("vllm" if vllm > native else "native", told)

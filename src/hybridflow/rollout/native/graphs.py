@@ -1,0 +1,320 @@
+"""Decoding on a GPU: each step one captured CUDA graph, rows' state on the device, and a host that reads what came out later.
+
+Dimensions: B seats of a graph, C seats in all, S steps of a window, W blocks of a table, V vocabulary, D model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hybridflow.models import BLOCK_SIZE, LanguageModel, PagedKVCache
+from hybridflow.models.attention import AttentionForm
+from hybridflow.models.head_passes import scale_logits
+from hybridflow.rollout.native.draws import compute_uniforms
+from hybridflow.rollout.native.layers import FusedLayers
+from hybridflow.rollout.native.sampler import sample_tokens
+from hybridflow.rollout.native.seats import Seats
+from hybridflow.types import SamplingParams
+
+_MAX_STEPS = 8
+_LEAST_SEATS, _LEAST_BLOCKS = 8, 32
+# Rows that have ended cost a graph little but for its matrix products; a new seating costs the device a few milliseconds of waiting.
+_WAITING_SHARE = 8
+_MAX_GRAPHS = 64
+
+
+def can_capture(model: LanguageModel) -> bool:
+    """Whether steps can run as graphs: on a GPU with Triton, in fast numerics, the whole vocabulary here."""
+    return (
+        model.device.type == "cuda"
+        and model.numerics == "fast"
+        and model.vocabulary is None
+        and model.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and find_spec("triton") is not None
+    )
+
+
+def round_seats(count: int) -> int:
+    """Seats of the graph that serves so many rows: 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, ..."""
+    power = max(_LEAST_SEATS, 1 << (count - 1).bit_length()) if count else _LEAST_SEATS
+    return power * 3 // 4 if count <= power * 3 // 4 and power > _LEAST_SEATS else power
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a captured step depends on beside its sizes."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+@dataclass
+class _State:
+    """Rows' state at fixed addresses; each field [C] but for tables [C, W], outputs [S, C] and the step's own number [1]."""
+
+    tokens: Tensor
+    lengths: Tensor
+    limits: Tensor
+    live: Tensor
+    keys: Tensor
+    tables: Tensor
+    positions: Tensor
+    slots: Tensor
+    contexts: Tensor
+    out_tokens: Tensor
+    out_logprobs: Tensor
+    step: Tensor
+
+    @classmethod
+    def build(cls, num_seats: int, num_blocks: int, device: torch.device) -> _State:
+        """For so many seats with tables of so many blocks."""
+        long, short = (torch.zeros(num_seats, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+        outputs = torch.zeros((_MAX_STEPS, num_seats), device=device)
+        return cls(
+            tokens=long.clone(), lengths=short.clone(), limits=short.clone(), live=short.clone(), keys=long.clone(),
+            tables=torch.zeros((num_seats, num_blocks), dtype=torch.int32, device=device), positions=long.clone(),
+            slots=long.clone(), contexts=short.clone(), out_tokens=outputs.int(), out_logprobs=outputs,
+            step=torch.zeros(1, dtype=torch.int32, device=device),
+        )  # fmt: skip
+
+
+class GraphWindow:
+    """Steps under way on the device, and their outputs on the way to the host."""
+
+    def __init__(self, steps: int, tokens: Tensor, logprobs: Tensor) -> None:
+        self.steps = steps
+        self._tokens, self._logprobs = (_to_host(part) for part in (tokens, logprobs))
+        self._done = torch.cuda.Event()
+        self._done.record()
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """See `Window`."""
+        self._done.synchronize()
+        return self._tokens.numpy(), self._logprobs.numpy()
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+class GraphDecoder:
+    """Decodes by replaying graphs, captured once for each number of seats and way of sampling; implements `Decoder`.
+
+    Graphs read weights, cache and state where these lie: they stay valid when weights are written in place, and are captured anew when the
+    cache or the tables move. One slot of the cache, `idle_slot`, takes what seats without a row write.
+    """
+
+    max_steps, ahead = _MAX_STEPS, True
+
+    def __init__(self, model: LanguageModel, fused: FusedLayers | None) -> None:
+        self._model, self._fused = model, fused
+        self._cache: PagedKVCache | None = None
+        self._idle_slot = 0
+        self._state: _State | None = None
+        self._graphs: dict[tuple[int, _Form], torch.cuda.CUDAGraph] = {}
+        # Graphs run one after another, so that all take their memory from one pool; and each stream has a workspace for products.
+        self._pool = torch.cuda.graph_pool_handle()
+        self._beside = torch.cuda.Stream(model.device)
+        self._form = _Form(1.0, 0, 1.0)
+        self._is_stop_V = torch.zeros(model.vocab_size, dtype=torch.int32, device=model.device)
+        self._num_seats = 0
+
+    def prepare(
+        self,
+        cache: PagedKVCache,
+        idle_slot: int,
+        sampling: SamplingParams,
+        stop_ids: np.ndarray,
+        *,
+        most_seats: int,
+        longest: int,
+    ) -> None:
+        """Before a call: where keys and values go, how tokens are drawn and which of them end a row.
+
+        stop_ids:   token ids. most_seats, longest: of the rows of this call, the latter in tokens.
+        """
+        seats, blocks = round_seats(most_seats), _round_up(-(-longest // BLOCK_SIZE), _LEAST_BLOCKS)
+        moved = self._fused is not None and self._fused.reach(longest)
+        state = self._state
+        fits = state is not None and state.tables.shape[0] >= seats and blocks <= state.tables.shape[1] <= 4 * blocks
+        if moved or not fits or cache is not self._cache:
+            self._forget_graphs()
+            if not fits:
+                self._state = _State.build(seats, blocks, self._model.device)
+        self._cache, self._idle_slot = cache, idle_slot
+        self._form = _Form(sampling.temperature, sampling.top_k, sampling.top_p)
+        self._is_stop_V.zero_()
+        self._is_stop_V[torch.from_numpy(stop_ids).to(self._model.device)] = 1
+
+    def release(self) -> None:
+        """Gives back all memory on the device but that of the weights; `prepare` takes it again."""
+        self._forget_graphs()
+        self._cache = self._state = None
+
+    def _forget_graphs(self) -> None:
+        self._graphs.clear()
+
+    def seat(self, seats: Seats) -> None:
+        """See `Decoder`."""
+        state = self._get_state()
+        count = len(seats.tokens)
+        self._num_seats = round_seats(count)
+        state.live.zero_()
+        for held, values in (
+            (state.tokens, seats.tokens),
+            (state.lengths, seats.lengths.astype(np.int32)),
+            (state.limits, seats.limits.astype(np.int32)),
+            (state.keys, seats.keys),
+            (state.live, np.ones(count, np.int32)),
+        ):
+            held[:count].copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
+
+    def launch(self, steps: int, block_tables: np.ndarray) -> GraphWindow:
+        """See `Decoder`."""
+        state = self._get_state()
+        count, width = block_tables.shape
+        width = min(width, state.tables.shape[1])
+        state.tables[:count, :width].copy_(
+            torch.from_numpy(np.ascontiguousarray(block_tables[:, :width])).pin_memory(), non_blocking=True
+        )
+        state.step.zero_()
+        graph = self._find_graph()
+        for _ in range(steps):
+            graph.replay()
+        return GraphWindow(steps, state.out_tokens[:steps, :count], state.out_logprobs[:steps, :count])
+
+    def stop(self, seats: np.ndarray) -> None:
+        """See `Decoder`."""
+        if len(seats):
+            self._get_state().live[torch.from_numpy(seats).pin_memory().to(self._model.device, non_blocking=True)] = 0
+
+    def is_worth_seating(self, seated: int, live: int, waiting: int) -> bool:
+        """See `Decoder`."""
+        if waiting and seated - live >= max(1, seated // _WAITING_SHARE):
+            return True
+        return round_seats(live) < round_seats(seated)
+
+    def _get_state(self) -> _State:
+        assert self._state is not None, "prepare() comes first"
+        return self._state
+
+    def _find_graph(self) -> torch.cuda.CUDAGraph:
+        key = (self._num_seats, self._form)
+        if key not in self._graphs:
+            if len(self._graphs) >= _MAX_GRAPHS:
+                self._graphs.pop(next(iter(self._graphs)))
+            self._graphs[key] = self._capture()
+        return self._graphs[key]
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        """A graph of one step. The runs that warm up leave the rows' state as it was: every seat idles."""
+        state = self._get_state()
+        live = state.live.clone()
+        state.live.zero_()
+        now = torch.cuda.current_stream(self._model.device)
+        self._beside.wait_stream(now)
+        with torch.cuda.stream(self._beside):
+            for _ in range(2):
+                self._step()
+        now.wait_stream(self._beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._beside):
+            self._step()
+        state.live.copy_(live)
+        state.step.zero_()
+        return graph
+
+    def _step(self) -> None:
+        from hybridflow.rollout.native.kernels import advance
+
+        state, count = self._get_state(), self._num_seats
+        advance.prepare_step(state, count, self._idle_slot)
+        hidden_BD = self._compute_hidden(count)
+        tokens_B, logprobs_B = draw_on_device(
+            self._model, hidden_BD, state.keys[:count], state.lengths[:count], self._form.temperature,
+            top_k=self._form.top_k, top_p=self._form.top_p,
+        )  # fmt: skip
+        advance.finish_step(state, count, tokens_B, logprobs_B, self._is_stop_V)
+
+    def _compute_hidden(self, count: int) -> Tensor:
+        state, cache = self._get_state(), self._cache
+        assert cache is not None
+        plan = _CachedAttention(cache, state.slots[:count], state.tables[:count], state.contexts[:count])
+        tokens_B, positions_B = state.tokens[:count], state.positions[:count]
+        if self._fused is not None:
+            return self._fused.hidden_states(tokens_B, positions_B, state.slots[:count], cache, plan.attend_stored)
+        return self._model.planned_states(tokens_B, positions_B, plan)
+
+
+@dataclass(frozen=True)
+class _CachedAttention:
+    """One new token a seat against the cache; an attention plan for modules that do not store keys and values themselves."""
+
+    cache: PagedKVCache
+    slots_B: Tensor
+    tables_BW: Tensor
+    contexts_B: Tensor
+
+    def attend(
+        self, module: nn.Module, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm
+    ) -> Tensor:
+        """Stores keys and values, then attends."""
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        self.cache.write(layer, self.slots_B, key_TNK, value_TNK)
+        return self.attend_stored(layer, module, query_THK, None, None, form)
+
+    def attend_stored(
+        self,
+        layer: int,
+        module: nn.Module,
+        query_BHK: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        form: AttentionForm,
+    ) -> Tensor:
+        """Attends to what is stored."""
+        from hybridflow.rollout.native import kernels
+
+        return kernels.decode_attention(
+            query_BHK, self.cache.keys[layer], self.cache.values[layer], self.tables_BW, self.contexts_B,
+            scale=form.scale, window=form.window, softcap=form.softcap,
+        )  # fmt: skip
+
+
+def draw_on_device(
+    model: LanguageModel,
+    hidden_BD: Tensor,
+    keys_B: Tensor,
+    positions_B: Tensor,
+    temperature: float,
+    *,
+    top_k: int,
+    top_p: float,
+) -> tuple[Tensor, Tensor]:
+    """(tokens [B] int64, log-probabilities [B] float32) of the next token after each hidden state, without waiting.
+
+    temperature: 0 takes the most likely token.
+    """
+    from hybridflow.rollout.native import kernels
+
+    head, greedy = model.head, temperature == 0
+    raw_BV = hidden_BD @ head.weight.t()
+    heat = 1.0 if greedy else temperature
+    if not top_k and top_p == 1.0:
+        return kernels.sample(
+            raw_BV, keys_B, positions_B, temperature=heat, greedy=greedy, logit_scale=head.logit_scale,
+            softcap=head.softcap,
+        )  # fmt: skip
+    uniforms_B = None if greedy else compute_uniforms(keys_B, positions_B.long())
+    logits_BV = scale_logits(raw_BV, head.logit_scale, head.softcap, heat)
+    return sample_tokens(logits_BV, uniforms_B, top_k=top_k, top_p=top_p)
+
+
+def _round_up(count: int, least: int) -> int:
+    return max(least, 1 << (count - 1).bit_length())

@@ -1,0 +1,28 @@
+"""Kernels that follow each other closely: the next one is launched while the one before it ends, and waits for what that wrote."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_FIRST_CAPABILITY = (9, 0)
+
+
+@functools.cache
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """Arguments of a launch whose kernel begins with `wait_for_inputs`: programmatic dependent launch where the GPU knows it (Hopper)."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
+        return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True}
+
+
+@triton.jit
+def wait_for_inputs(EARLY: tl.constexpr) -> None:
+    """Before a kernel reads or writes anything: waits until all before it has been written, and lets the next one be launched."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()

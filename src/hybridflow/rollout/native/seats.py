@@ -1,0 +1,143 @@
+"""What decodes rows that have their prompts behind them, some steps at a time, and what it gives back.
+
+Dimensions: B seats, S steps of a window, W blocks of a table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridflow.models import BLOCK_SIZE, LanguageModel, Paged, PagedKVCache, compute_logits
+from hybridflow.rollout.native.draws import compute_uniforms
+from hybridflow.rollout.native.sampler import sample_tokens
+from hybridflow.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Rows as they sit down to decode.
+
+    tokens:  [B] int64, each row's newest token, whose keys and values are not in the cache yet.
+    lengths: [B] int64, tokens known, that one included.
+    limits:  [B] int64, length at which a row ends.
+    keys:    [B] int64, keys of their draws.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    limits: np.ndarray
+    keys: np.ndarray
+
+
+class Window(Protocol):
+    """Steps that were launched, maybe not computed yet."""
+
+    @property
+    def steps(self) -> int:
+        """How many."""
+        ...
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens [S, B] int32, log-probabilities [S, B] float32); -1 where a seat was idle. Waits for the device."""
+        ...
+
+
+class Decoder(Protocol):
+    """Feeds each seat's newest token and draws the next one, again and again; a seat whose row has ended idles.
+
+    max_steps: most steps of one window.
+    ahead:     whether a window is launched before the one before it is read.
+    """
+
+    max_steps: int
+    ahead: bool
+
+    def seat(self, seats: Seats) -> None:
+        """These rows from here on."""
+        ...
+
+    def launch(self, steps: int, block_tables: np.ndarray) -> Window:
+        """Runs that many steps; block_tables: [B, W] int32, with blocks for all tokens that may come."""
+        ...
+
+    def stop(self, seats: np.ndarray) -> None:
+        """Lets these seats idle from the next window on: their rows have ended by something that the decoder does not see."""
+        ...
+
+    def is_worth_seating(self, seated: int, live: int, waiting: int) -> bool:
+        """Whether to seat anew, since only `live` of `seated` still decode and `waiting` rows have no seat."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepWindow:
+    """One step that has been computed."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    steps: int = 1
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """See `Window`."""
+        return self.tokens[None], self.logprobs[None]
+
+
+class StepDecoder:
+    """One step at a time through the model's own forward; serves every device and numerics."""
+
+    max_steps, ahead = 1, False
+
+    def __init__(self, model: LanguageModel, cache: PagedKVCache, sampling: SamplingParams) -> None:
+        self._model, self._cache, self._sampling = model, cache, sampling
+        self._seats: Seats | None = None
+        self._live = np.zeros(0, np.bool_)
+
+    def seat(self, seats: Seats) -> None:
+        """See `Decoder`."""
+        self._seats = Seats(seats.tokens.copy(), seats.lengths.copy(), seats.limits, seats.keys)
+        self._live = np.ones(len(seats.tokens), np.bool_)
+
+    def launch(self, steps: int, block_tables: np.ndarray) -> StepWindow:
+        """See `Decoder`."""
+        seats = self._seats
+        assert seats is not None and steps == 1
+        at = np.flatnonzero(self._live)
+        lengths = seats.lengths[at]
+        width = -(-int(lengths.max()) // BLOCK_SIZE)
+        paged = Paged(self._cache, torch.from_numpy(block_tables[at, :width]), torch.from_numpy(lengths))
+        hidden_BD = self._model.hidden_states(torch.from_numpy(seats.tokens[at]), torch.from_numpy(lengths - 1), paged)
+        tokens, logprobs = draw(self._model, hidden_BD, seats.keys[at], lengths, self._sampling)
+        seats.tokens[at], seats.lengths[at] = tokens, lengths + 1
+        window = StepWindow(np.full(len(self._live), -1, np.int32), np.zeros(len(self._live), np.float32))
+        window.tokens[at], window.logprobs[at] = tokens, logprobs
+        return window
+
+    def stop(self, seats: np.ndarray) -> None:
+        """See `Decoder`."""
+        self._live[seats] = False
+
+    def is_worth_seating(self, seated: int, live: int, waiting: int) -> bool:
+        """See `Decoder`."""
+        return live < seated
+
+
+def draw(
+    model: LanguageModel, hidden_BD: Tensor, keys: np.ndarray, positions: np.ndarray, sampling: SamplingParams
+) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens [B] int32, log-probabilities [B] float32) of the next token after each hidden state; waits for the device.
+
+    keys, positions: [B] int64 of the tokens to be drawn, see `compute_uniforms`.
+    """
+    greedy = sampling.temperature == 0
+    logits_BV = compute_logits(hidden_BD, model.head, 1.0 if greedy else sampling.temperature)
+    keys_B, positions_B = torch.from_numpy(np.stack([keys, positions])).to(model.device, non_blocking=True)
+    uniforms_B = None if greedy else compute_uniforms(keys_B, positions_B)
+    tokens_B, logprobs_B = sample_tokens(logits_BV, uniforms_B, top_k=sampling.top_k, top_p=sampling.top_p)
+    # Both numbers are exact in float64, and one copy is one wait for the device.
+    drawn_2B = torch.stack([tokens_B.double(), logprobs_B.double()]).cpu().numpy()
+    return drawn_2B[0].astype(np.int32), drawn_2B[1].astype(np.float32)

@@ -1,0 +1,209 @@
+"""vLLM as a server that already runs, over HTTP.
+
+It is started so (loopback is vLLM's choice only where it is told so):
+
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port 8000 --model DIR \
+        --logprobs-mode processed_logprobs --enable-sleep-mode --worker-extension-cls hybridflow.rollout.vllm_worker.WeightReceiver
+
+The last option needs hybridflow beside vLLM. Without it a server on a CPU leaves a tied head on its first weights, and no server can clear
+a cache that weights which are not finite have spoilt.
+The endpoints of its development mode, which take new weights, ask nobody who he is: let no one else reach the port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.batch import Batch
+from hybridflow.config import ConfigError
+from hybridflow.rollout.base import WatchedWeights, check_prompts
+from hybridflow.rollout.buckets import write_weight_files
+from hybridflow.rollout.requests import (
+    Request,
+    RequestPlan,
+    Sample,
+    ServedModel,
+    build_batch,
+    find_sample_error,
+    plan_requests,
+    read_served_model,
+)
+from hybridflow.rollout.service import RefusedError, Service, ServiceError
+from hybridflow.rollout.turns import Turns
+from hybridflow.rollout.vllm import RECEIVER, VllmSettings, shared_memory
+from hybridflow.types import SamplingParams
+
+_log = logging.getLogger(__name__)
+
+_FILE_BYTES = 1024**3
+_READY_S = 120.0
+
+
+class VllmServiceEngine:
+    """Generates with a vLLM server; implements `RolloutEngine`. Made by `connect_vllm_service`.
+
+    A row is a request: token ids to /v1/completions, and token ids back. Rows that are under way when `abort` comes are EMPTY, since the
+    server tells of a row when it is done. New weights go through files, which the server reads (`reload_weights`): from memory where
+    both are on one machine. Nobody else should use the server meanwhile.
+    """
+
+    def __init__(self, service: Service, model: ServedModel, settings: VllmSettings) -> None:
+        self.model, self.settings = model, settings
+        self.version = 0
+        self._service = service
+        self._turns = Turns()
+        self._saw_nan = False
+
+    def generate(self, prompts: Batch, sampling: SamplingParams, *, step: int) -> Batch:
+        """See `RolloutEngine.generate`."""
+        check_prompts(prompts)
+        with self._take("generate", awake=True):
+            plan = plan_requests(prompts, sampling, step, self.model)
+            with ThreadPoolExecutor(min(self.settings.connections, max(len(plan.requests), 1))) as threads:
+                samples = list(threads.map(lambda request: self._ask(plan, request), plan.requests))
+            self._saw_nan |= any(find_sample_error(sample) is not None for sample in samples)
+            rows = (request.row for request in plan.requests)
+            return build_batch(plan, dict(zip(rows, samples, strict=True)), self.version)
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
+        """See `RolloutEngine.load_weights`; there is no shared storage, so weights are always given."""
+        if weights is None:
+            raise ValueError("a vLLM server has its own copy of the weights; give them to load_weights")
+        with self._take("load_weights", awake=True):
+            watched = WatchedWeights(weights, self.model.shapes)
+            place = self.settings.weights_dir or shared_memory()
+            with tempfile.TemporaryDirectory(prefix="hybridflow-", dir=place) as directory:
+                write_weight_files(watched, directory, _FILE_BYTES)
+                watched.check()
+                self._develop("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": directory}})
+            if self._saw_nan:
+                self._clear_cache()
+            self._drop_prefixes()
+            self.version = version
+
+    def sleep(self) -> None:
+        """Lets the server give back its cache and move its weights to the host, as far as it can (`--enable-sleep-mode`, a GPU)."""
+        with self._take("sleep"):
+            if not self._turns.asleep:
+                self._develop("/sleep", level=1)
+            self._turns.asleep = True
+
+    def wake(self) -> None:
+        """Makes `generate` possible again."""
+        self._service.resume()
+        if self._turns.asleep:
+            self._develop("/wake_up")
+        self._turns.asleep = False
+
+    def abort(self) -> None:
+        """Ends a running `generate`: its requests are broken off, upon which the server drops them."""
+        self._turns.aborting.set()
+        self._service.interrupt()
+
+    @contextlib.contextmanager
+    def _take(self, verb: str, *, awake: bool = False) -> Iterator[None]:
+        with self._turns.take(verb, awake=awake):
+            self._service.resume()
+            yield
+
+    def _ask(self, plan: RequestPlan, request: Request) -> Sample:
+        if self._turns.aborting.is_set():
+            return Sample()
+        try:
+            return read_sample(self._service.post("/v1/completions", build_body(plan, request)))
+        except RefusedError as error:
+            return Sample(error=str(error))
+        except ServiceError:
+            if self._turns.aborting.is_set():
+                return Sample()
+            raise
+
+    def _clear_cache(self) -> None:
+        """Where rows have failed, the cache may hold what is not finite, which reaches other rows on some devices."""
+        try:
+            self._develop("/collective_rpc", {"method": "clear_kv_cache"})
+        except RefusedError:
+            _log.warning(
+                "rows failed on %s, which cannot clear its cache without --worker-extension-cls %s; restart it if they go on failing",
+                *(self._service.url, RECEIVER),
+            )
+        self._saw_nan = False
+
+    def _drop_prefixes(self) -> None:
+        answer = self._develop("/reset_prefix_cache")
+        if answer is not None and not answer["success"]:
+            raise ServiceError(
+                f"{self._service.url} did not drop its prefix cache: it has requests of others under way"
+            )
+
+    def _develop(self, path: str, body: Any = None, **query: int) -> Any:
+        try:
+            return self._service.post(path, body, **query)
+        except RefusedError as error:
+            if error.status != 404:
+                raise
+            raise ConfigError(f"{self._service.url} has no {path}; start it with VLLM_SERVER_DEV_MODE=1") from None
+
+
+def connect_vllm_service(directory: str | os.PathLike[str], settings: VllmSettings) -> VllmServiceEngine:
+    """The engine for the server at `settings.url`, which serves the model of this directory.
+
+    Waits up to two minutes for the server. Raises ConfigError for one whose answers could not be used.
+    """
+    if settings.url is None:
+        raise ConfigError("rollout.vllm.url: there is none; give the address of a vLLM server")
+    service = Service(settings.url, settings.timeout_s)
+    service.wait_until_ready("/health", _READY_S)
+    (served, *_) = service.get("/v1/models")["data"]
+    limits = [limit for limit in (settings.max_model_len, served["max_model_len"]) if limit is not None]
+    _check_answers(service)
+    return VllmServiceEngine(service, read_served_model(directory, min(limits)), settings)
+
+
+def build_body(plan: RequestPlan, request: Request) -> dict[str, Any]:
+    """A row as /v1/completions takes it. Our own ids stop a row, those of the model among them, so vLLM's own do not."""
+    sampling = plan.sampling
+    return {
+        "prompt": request.prompt,
+        "max_tokens": request.max_tokens,
+        "seed": request.seed,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop": list(plan.stops.strings),
+        "stop_token_ids": plan.stops.ids,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "add_special_tokens": False,
+        # What a model directory suggests for these would count where the request is silent.
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }
+
+
+def read_sample(answer: Any) -> Sample:
+    """The sample that an answer of /v1/completions holds."""
+    (choice,) = answer["choices"]
+    return Sample(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"] or "abort")
+
+
+def _check_answers(service: Service) -> None:
+    """Asks for one token of one: its log-probability is 0 in the distribution sampled from, and in no other."""
+    body = {"prompt": [0], "max_tokens": 1, "top_k": 1, "temperature": 1.0, "logprobs": 0, "return_token_ids": True}
+    (choice,) = service.post("/v1/completions", body)["choices"]
+    if not choice.get("token_ids"):
+        raise ConfigError(f"rollout.vllm.url: {service.url} gives no token ids; it needs vLLM 0.20 or newer")
+    if abs(choice["logprobs"]["token_logprobs"][0]) > 1e-6:
+        raise ConfigError(
+            f"rollout.vllm.url: {service.url} gives log-probabilities before temperature, top-k and top-p; start it with "
+            "--logprobs-mode processed_logprobs"
+        )

@@ -1,0 +1,53 @@
+"""Weights on their way from trainers to rollout: layouts, the plan between two of them, transports that execute it, and the probe after."""
+
+from hybridflow.weights.collective import CollectiveTransport, Gang
+from hybridflow.weights.layout import (
+    FUSED,
+    Cut,
+    Held,
+    LayoutError,
+    Placement,
+    WeightLayout,
+    build_layout,
+    compute_buffer_shapes,
+    compute_placement,
+    fuse,
+    list_owned,
+    plan_rollout,
+    plan_trainers,
+    read_tensor_dims,
+)
+from hybridflow.weights.packing import MergedPart, Source
+from hybridflow.weights.plan import WeightPlan
+from hybridflow.weights.target import TargetWeights, TornWeightsError, VersionError
+from hybridflow.weights.transports import BUCKET_BYTES, SameStorage, Switch, SwitchTimer, WeightTransport
+
+__all__ = [
+    "BUCKET_BYTES",
+    "FUSED",
+    "CollectiveTransport",
+    "Cut",
+    "Gang",
+    "Held",
+    "LayoutError",
+    "MergedPart",
+    "Placement",
+    "SameStorage",
+    "Source",
+    "Switch",
+    "SwitchTimer",
+    "TargetWeights",
+    "TornWeightsError",
+    "VersionError",
+    "WeightLayout",
+    "WeightPlan",
+    "WeightTransport",
+    "build_layout",
+    "compute_buffer_shapes",
+    "compute_placement",
+    "fuse",
+    "list_owned",
+    "plan_rollout",
+    "plan_trainers",
+    "read_tensor_dims",
+]

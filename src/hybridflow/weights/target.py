@@ -1,0 +1,78 @@
+"""The rollout's storages, and which version of the weights lies in them: whole, or torn by a transfer that broke off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hybridflow.config import HybridflowError
+
+
+class VersionError(HybridflowError, ValueError):
+    """Weights that were offered are older than those at hand."""
+
+
+class TornWeightsError(HybridflowError, RuntimeError):
+    """A transfer broke off, and the storages hold some of one version and some of another."""
+
+
+class TargetWeights:
+    """Storages by name, which keep their addresses, and the version in them.
+
+    buffers:    what `compute_buffer_shapes` says of the rank, contiguous or not; the engine reads the same memory.
+    keeps_last: a version arrives in storages of its own, as large again, and is copied over when it is whole. So a transfer that breaks
+                off leaves the last version as it was. Without it the storages are filled in place: after a break they are torn, no
+                version is there, and `check_whole` raises until the next transfer has come through.
+    version:    the last that came whole; None: none has yet.
+    """
+
+    def __init__(self, buffers: Mapping[str, Tensor], *, keeps_last: bool = False, version: int | None = None) -> None:
+        self.buffers = {name: buffer.detach() for name, buffer in buffers.items()}
+        self.version = version
+        self._keeps_last = keeps_last
+        self._arriving: dict[str, Tensor] = {}
+        self._torn = ""
+
+    def check_whole(self) -> None:
+        """Raises TornWeightsError unless one version lies here: to be called before anything is generated."""
+        if self._torn:
+            raise TornWeightsError(
+                f"the weights are no whole version: {self._torn}; send a version again before anything is generated"
+            )
+
+    def check_version(self, version: int) -> None:
+        """Raises VersionError for one that is older than what is here; the same one may come again."""
+        if self.version is not None and version < self.version:
+            raise VersionError(
+                f"version {version} of the weights was offered, but version {self.version} is here already and stays; after a return to "
+                "older weights call forget() first"
+            )
+
+    def forget(self) -> None:
+        """Takes any version from here on, such as an older one after a restored snapshot."""
+        self.version = None
+
+    @contextmanager
+    def receiving(self, version: int) -> Iterator[Mapping[str, Tensor]]:
+        """Storages to fill with all of this version; it counts as here when the block ends, and not if that raises."""
+        self.check_version(version)
+        if self._keeps_last and not self._arriving:
+            self._arriving = {name: torch.empty_like(buffer) for name, buffer in self.buffers.items()}
+        if not self._keeps_last:
+            self._torn = f"version {version} broke off on its way in, over version {self.version}"
+        yield self._arriving or self.buffers
+        if self._keeps_last:
+            # One call for all: a copy of its own for each would take longer to start than to run.
+            torch._foreach_copy_(list(self.buffers.values()), list(self._arriving.values()))
+        self.version, self._torn = version, ""
+
+    @torch.no_grad()
+    def poison(self) -> None:
+        """Fills the storages with NaN, so that what a transfer leaves out cannot go unseen; nothing may be generated until the next."""
+        for buffer in self.buffers.values():
+            if buffer.is_floating_point():
+                buffer.fill_(torch.nan)
+        self._torn = "they were poisoned for a check"
