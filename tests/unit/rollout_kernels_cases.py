@@ -84,6 +84,31 @@ def test_splits_fill_the_machine_and_no_more():
     assert splits(32, 8, 32768 // 32, window=1024) == splits(32, 8, 32)
 
 
+def test_every_plan_splits_between_tiles():
+    plans = [
+        kernels.plan_attention(rows, kv_heads, blocks, row_bytes, 132)
+        for rows in range(1, 200)
+        for kv_heads in (1, 2, 3, 8)
+        for blocks in (20, 32, 64, 1024)
+        for row_bytes in (128, 256, 512)
+    ]
+    assert {plan.least_keys for plan in plans} >= {128, 256, 384, 768}
+    assert all(plan.least_keys % plan.tile == 0 for plan in plans)
+
+
+@pytest.mark.parametrize("rows", [3, 30])
+def test_attention_as_it_is_planned(rows):
+    """For the multiprocessors of an H200, so that rows are split in several ways."""
+    lengths = torch.randint(1, 500, (rows,), generator=torch.Generator().manual_seed(0)).tolist()
+    cache = reference.build_cache(lengths, 2, 64, F32, "cpu")
+    query = reference.draw(rows, 4, 64, dtype=F32, device="cpu", seed=1)
+    plan = kernels.plan_attention(rows, 2, cache[2].shape[1], 256, 132)
+    got = kernels.decode_attention(query, *cache, scale=0.125, plan=plan)
+    torch.testing.assert_close(got.double(), reference.attend(query, cache, 0.125, None, None), rtol=0, atol=2e-5)
+    with pytest.raises(ValueError, match="splits of 153 at least"):
+        kernels.decode_attention(query, *cache, scale=0.125, plan=plan._replace(least_keys=153))
+
+
 def test_the_workspace_is_enough_for_any_number_of_rows():
     splits = {n: kernels.plan_attention(n, 1, 1024, 256, 1).num_splits for n in range(1, 31)}
     assert splits[1] == 32 and splits[5] == 7 and splits[30] == 2

@@ -33,7 +33,7 @@ class AttentionPlan(NamedTuple):
     """How a launch is laid out: `AttentionPlan(num_splits=4, tile=64, num_warps=4, num_stages=3)`.
 
     tile: keys read at a time, a multiple of 32. num_stages: tiles under way, and one that is computed with.
-    least_keys: keys of a split at least, so that short rows are not split.
+    least_keys: keys of a split at least, so that short rows are not split; a multiple of `tile`, since a split begins with one.
     """
 
     num_splits: int
@@ -104,11 +104,16 @@ def decode_attention(
         return out_BHK
     window = _NO_WINDOW if window is None else window
     plan = plan or _plan_for(query_BHK, num_kv_heads, block_tables_BW.shape[1], window)
+    if plan.least_keys % plan.tile or plan.tile % BLOCK_SIZE:
+        raise ValueError(
+            f"the plan has tiles of {plan.tile} keys and splits of {plan.least_keys} at least; a tile is a multiple of {BLOCK_SIZE}, "
+            "and a split one of a tile"
+        )
     num_partials = num_rows * num_heads * plan.num_splits if plan.num_splits > 1 else 0
     partial = _split_workspace(workspace, num_partials, head_dim, query_BHK.device)
     shape = {
         "N": num_kv_heads, "G": num_heads // num_kv_heads, "K": head_dim, "WIDTH": triton.next_power_of_2(head_dim),
-        "SPLITS": plan.num_splits, "TILE": plan.tile, "LEAST": max(plan.least_keys, plan.tile),
+        "SPLITS": plan.num_splits, "TILE": plan.tile, "LEAST": plan.least_keys,
     }  # fmt: skip
     bounds = (context_lens_B, block_tables_BW.shape[1], window)
     # With a cap, `scale` brings scores into its unit, and `cap` brings them back.
@@ -136,7 +141,8 @@ def _plan_splits(
     filling = -(-_FULL_PROGRAMS_PER_SM * num_sms // pairs)
     long = min(reach // _LONG_KEYS, -(-_MOST_PROGRAMS_PER_SM * num_sms // pairs))
     splits = max(min(max(filling, long), -(-reach // _LEAST_KEYS), _MAX_SPLITS), 1)
-    return splits, max(_LEAST_KEYS, _LONG_KEYS // filling)
+    # A split begins where a tile does, and every tile of any plan is a divisor of the least number.
+    return splits, max(_LEAST_KEYS, _LONG_KEYS // filling // _LEAST_KEYS * _LEAST_KEYS)
 
 
 def _plan_for(query_BHK: Tensor, num_kv_heads: int, num_blocks: int, window: int) -> AttentionPlan:
