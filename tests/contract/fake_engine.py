@@ -81,6 +81,9 @@ class FakeEngine:
         if self._fault != "deaf to abort":
             self._turns.aborting.set()
 
+    def close(self) -> None:
+        pass
+
     def _run(self, plan: RequestPlan) -> dict[int, Sample]:
         rows = {request.row: _Row(request) for request in plan.requests}
         self._seeds = {request.row: request.seed for request in plan.requests}

@@ -82,7 +82,10 @@ STEPS = 3
 LENGTHS: dict[str, tuple[int, ...]] = {
     "short": (3, 17, 9, 2, 30, 12, 5, 8, 6, 7, 1),
     "long": (30, 170, 90, 2, 300, 120, 50, 801, 60, 70, 1),
+    "groups": (13, 27, 12, 19, 33, 16, 25, 14, 13, 15, 1),
 }
+PROMPTS: dict[str, tuple[int, ...]] = {"groups": (11, 11, 11, 11, 15, 15, 15, 12, 12, 12, 0)}
+"""Tokens that a row begins with and shares with every other row of as many; none of them counts."""
 NUM_ROWS = 11
 MASKED_ROWS = (8, 9, 10)
 """Rows without a token that counts: all masked, rejected, and one of a single token that nothing predicts."""
@@ -163,15 +166,17 @@ start_ranks = functools.partial(run_ranks, timeout_s=100.0)
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
-def build_rows(seed: int, lengths: Sequence[int] = LENGTHS["short"]) -> Batch:
+def build_rows(seed: int, kind: str = "short") -> Batch:
     """Rows with gaps in their masks, one row rejected and two without a token that counts."""
-    rng = np.random.default_rng(seed)
+    rng, lengths = np.random.default_rng(seed), LENGTHS[kind]
     tokens = [rng.integers(0, 40, length).astype(np.int32) for length in lengths]
     masks = [(rng.random(length) < 0.6).astype(np.uint8) for length in lengths]
     for row, mask in enumerate(masks):
         mask[-1], mask[0] = 1, 0
         if row in MASKED_ROWS and row != 9:
             mask[:] = 0
+    for row, count in enumerate(PROMPTS.get(kind, ())):
+        tokens[row][:count], masks[row][:count] = np.arange(count) * 7 % 40, 0
     floats = {
         name: [rng.normal(mean, 0.3, length).astype(np.float32) for length in lengths]
         for name, mean in (("rollout_logprobs", -3.7), ("advantages", 0.2), ("ref_logprobs", -3.6))
@@ -386,7 +391,7 @@ def reference_worker(place: Place, keys: Sequence[Key], dtype: torch.dtype, devi
     keep_norms_in_their_type()
     found = {}
     for key in keys:
-        steps = [build_rows(step, LENGTHS[key.rows]) for step in range(STEPS)]
+        steps = [build_rows(step, key.rows) for step in range(STEPS)]
         found[key] = train_by_hand(build_model(key.model, dtype, device), TRAIN_LOSSES[key.loss], steps)
     return found
 
@@ -455,7 +460,7 @@ def run_case(place: Place, ranks: Ranks, case: Case, parallel: Mapping[str, int]
     """The gradient of the first mini-batch, then three updates, then `log_prob` of the first rows."""
     engine = TrainEngine(model, build_settings(case, parallel), ranks)
     own = find_own_rows(place, parallel, case.split)
-    steps = [build_rows(step, LENGTHS[case.rows]) for step in range(STEPS)]
+    steps = [build_rows(step, case.rows) for step in range(STEPS)]
     found = Found(accumulate(engine, take_rows(steps[0], own), case))
     found.metrics = [engine.update(take_rows(step, own), TRAIN_LOSSES[case.loss]) for step in steps]
     logprobs = engine.log_prob(steps[0].take(own), TEMPERATURE, only_masked=False)

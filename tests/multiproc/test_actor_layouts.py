@@ -119,7 +119,7 @@ def refresh_without(place: Place, spec: ActorSpec) -> tuple[str, dict[str, float
     worker.refresh()
     train(worker, 2)
     worker.refresh()
-    told = {name: metric.value for name, metric in merge_metrics(worker._told).items()}
+    told = {name: metric.value for name, metric in merge_metrics(worker._sync_metrics).items()}
     sync = worker._sync
     assert sync is not None
     switch = sync.push(worker.version)
@@ -129,6 +129,29 @@ def refresh_without(place: Place, spec: ActorSpec) -> tuple[str, dict[str, float
         worker.refresh()
     worker.close()
     return str(caught.value), told
+
+
+def refresh_ruined(place: Place, spec: ActorSpec) -> str:
+    """What the worker says of weights that are not finite."""
+    worker = build_worker(place, spec)
+    worker.refresh()
+    train(worker, 1)
+    with torch.no_grad():
+        next(iter(worker.train_engine.optimizer.weights.values())).master.fill_(float("nan"))
+    worker.version += 1
+    with pytest.raises(ProbeError) as caught:
+        worker.refresh()
+    worker.close()
+    return str(caught.value)
+
+
+def test_weights_that_nothing_can_be_generated_with_stop_the_run(tokenizer: str, tmp_path: Path) -> None:
+    messages = run_ranks(
+        2, refresh_ruined, spec_of(tokenizer, ParallelConfig(shard=2)), directory=tmp_path, timeout_s=60.0
+    )
+    for message in messages:
+        assert message.startswith("version 2 of the weights cannot be generated with: prompt 0 of the probe failed (")
+        assert "are not finite" in message
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(shard=2), ParallelConfig(tp=2)], ids=str)

@@ -51,6 +51,8 @@ CASES = [
     Case("untied", "policy, sequences", "masked", more=(("gradient_checkpointing", "selective"),)),
     Case("tied, odd vocabulary", "sft, tokens", micro_batch_tokens=WHOLE, more=(("gradient_checkpointing", "full"),)),
 ]
+SHARED = Case("tied", "policy, tokens", "uneven", micro_batch_tokens=60, more=(("share_prompts", True),), rows="groups")
+"""Prompts are computed once for their rows; on the ranks of a split those that are there."""
 ROW_BY_ROW = Case("tied", "policy, tokens", micro_batch_tokens=1)
 ONE_KV_HEAD = Case("one kv head", "policy, tokens", more=(("gradient_checkpointing", "full"),))
 """Fewer kv heads than ranks of the sequence; with four of them, those of the other models are fewer too."""
@@ -58,14 +60,14 @@ ON_HOST = Case("tied", "policy, tokens", more=(("offload", "parameters"),))
 GATHERED = Case("untied", "sft, sequences", "uneven", more=(("offload", "optimizer"), ("reshard_after_forward", False)))
 """Where sharded weights are between passes."""
 LAYOUTS: dict[str, tuple[int, dict[str, int], list[Case]]] = {
-    "alone": (1, {}, [*CASES, ROW_BY_ROW]),
+    "alone": (1, {}, [*CASES, ROW_BY_ROW, SHARED]),
     "data 2": (2, {}, [*CASES, ROW_BY_ROW]),
     "data 4": (4, {}, CASES[:3]),
-    "shard 2": (2, {"shard": 2}, [*CASES, ON_HOST, GATHERED]),
+    "shard 2": (2, {"shard": 2}, [*CASES, ON_HOST, GATHERED, SHARED]),
     "shard 4": (4, {"shard": 0}, CASES[:3]),
     "replicate 2, shard 2": (4, {"shard": 2}, CASES[:3]),
-    "tensor 2": (2, {"tp": 2}, CASES),
-    "sequence 2": (2, {"sp": 2}, [ONE_KV_HEAD, *CASES]),
+    "tensor 2": (2, {"tp": 2}, [*CASES, SHARED]),
+    "sequence 2": (2, {"sp": 2}, [ONE_KV_HEAD, *CASES, SHARED]),
     "sequence 4": (4, {"sp": 4}, [ONE_KV_HEAD, *CASES[1:3]]),
     "data 2, sequence 2": (4, {"sp": 2}, [CASES[0], CASES[2]]),
     "data 2, tensor 2": (4, {"tp": 2}, CASES[:2]),

@@ -256,7 +256,7 @@ def forget_borders(*args: Any) -> PackedRows:
     """Attention over all rows as if they were one."""
     packed = pack_rows(*args)
     num_tokens = int(packed.attention.cu_seqlens[-1])
-    attention = Packed(torch.tensor([0, num_tokens], dtype=torch.int32), num_tokens, packed.attention.wrap)
+    attention = Packed(torch.tensor([0, num_tokens], dtype=torch.int32), num_tokens, wrap=packed.attention.wrap)
     return dataclasses.replace(packed, attention=attention)
 
 

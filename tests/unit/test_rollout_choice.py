@@ -35,8 +35,9 @@ def test_auto_takes_what_is_there_and_measured_faster_and_says_why(facts, name, 
 def test_what_is_asked_for_is_taken():
     for name in ("native", "vllm", "sglang"):
         assert choose_engine(name, installed=BOTH, on_gpu=True) == Choice(name, "as rollout.engine says")
-    served = choose_engine("vllm", installed=(), on_gpu=False, url="http://127.0.0.1:8000")
-    assert served == Choice("vllm", "the server at http://127.0.0.1:8000")
+    for name in ("vllm", "auto"):
+        served = choose_engine(name, installed=(), on_gpu=False, url="http://127.0.0.1:8000")
+        assert served == Choice("vllm", "the server at http://127.0.0.1:8000")
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,8 @@ def test_what_is_asked_for_is_taken():
         ("sglang", {"installed": BOTH, "on_gpu": False}, "needs a GPU"),
         ("vllm", {"installed": BOTH, "numerics": "exact"}, "set rollout.engine=native"),
         ("hf", {"installed": BOTH}, "'hf' is no engine"),
+        ("native", {"installed": BOTH, "url": "http://a:1"}, "rollout.vllm.url: 'http://a:1' is a vLLM server"),
+        ("sglang", {"installed": BOTH, "url": "http://a:1"}, "rollout.engine is sglang; set rollout.engine=vllm"),
     ],
 )
 def test_an_engine_that_cannot_be_had_is_refused_with_the_remedy(wanted, facts, message):

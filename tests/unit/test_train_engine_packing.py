@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from hybridflow.train_engine.packing import (
     plan_part,
 )
 from hybridflow.train_engine.ranks import Ranks
+from hybridflow.train_engine.segments import RowGroup
 
 CPU = torch.device("cpu")
 few = settings(deadline=None, max_examples=40)
@@ -33,15 +35,19 @@ def build_rows(lengths: list[int], seed: int = 0) -> Rows:
     return Rows(offsets, tokens, np.random.default_rng(seed).random(offsets[-1]) < 0.7, {})
 
 
+def one_by_one(rows: Sequence[int]) -> list[RowGroup]:
+    return [RowGroup((row,)) for row in rows]
+
+
 def pack(rows: Rows, chosen: list[int], degree: int, scored: Any = None) -> list[PackedRows]:
     """The micro-batch as each rank has it."""
     scored = rows.loss_mask if scored is None else scored
-    return [pack_rows(rows, chosen, scored, CPU, Ranks(rank, degree)) for rank in range(degree)]
+    return [pack_rows(rows, one_by_one(chosen), scored, CPU, Ranks(rank, degree)) for rank in range(degree)]
 
 
 def test_one_process_packs_rows_without_a_dummy() -> None:
     rows = build_rows([3, 1, 4])
-    packed = pack_rows(rows, (2, 0, 1), np.array([1, 1, 0, 1, 1, 1, 1, 0], bool), CPU)
+    packed = pack_rows(rows, one_by_one((2, 0, 1)), np.array([1, 1, 0, 1, 1, 1, 1, 0], bool), CPU)
     assert packed.tokens_T.tolist() == [14, 15, 16, 17, 10, 11, 12, 13]
     assert packed.positions_T.tolist() == [0, 1, 2, 3, 0, 1, 2, 0]
     assert packed.attention.cu_seqlens.tolist() == packed.cu_seqlens.tolist() == [0, 4, 7, 8]
@@ -76,7 +82,7 @@ def test_two_ranks_share_the_tokens_and_a_label_crosses_the_border() -> None:
 @given(row_lengths, degrees, st.randoms(use_true_random=False))
 def test_the_parts_are_the_whole_one_after_another(lengths: list[int], degree: int, random: Any) -> None:
     rows, chosen = build_rows(lengths), random.sample(range(len(lengths)), len(lengths))
-    parts, alone = pack(rows, chosen, degree), pack_rows(rows, chosen, rows.loss_mask, CPU)
+    parts, alone = pack(rows, chosen, degree), pack_rows(rows, one_by_one(chosen), rows.loss_mask, CPU)
     padding = -sum(lengths) % degree
     for name in ("tokens_T", "positions_T"):
         whole = torch.cat([getattr(part, name) for part in parts]).tolist()
@@ -93,7 +99,7 @@ def test_the_parts_are_the_whole_one_after_another(lengths: list[int], degree: i
 @given(row_lengths, degrees)
 def test_every_scored_token_is_predicted_on_one_rank_by_the_state_before_it(lengths: list[int], degree: int) -> None:
     rows, chosen = build_rows(lengths), list(range(len(lengths)))
-    parts, alone = pack(rows, chosen, degree), pack_rows(rows, chosen, rows.loss_mask, CPU)
+    parts, alone = pack(rows, chosen, degree), pack_rows(rows, one_by_one(chosen), rows.loss_mask, CPU)
     assert np.concatenate([part.places_M for part in parts]).tolist() == alone.places_M.tolist()
     for part in parts:
         assert part.targets_M.tolist() == rows.tokens[part.places_M].tolist()

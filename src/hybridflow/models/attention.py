@@ -45,18 +45,40 @@ class AttentionPlan(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class SharedKeys:
+    """What each sequence attends to where some begin with the tokens of another: `SharedKeys(index_C, tensor([0, 5, 14]), max_len=9)`.
+
+    Dimensions: C keys of all sequences together.
+    index_C:    [C] int64 on the CPU, for each key of a sequence the token that it is of; a sequence's own tokens are its last ones.
+    cu_seqlens: [S+1] int32 on the CPU, starts at 0, ends at C.
+    max_len:    keys of the sequence that has the most.
+    """
+
+    index_C: Tensor
+    cu_seqlens: Tensor
+    max_len: int
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Keys of each sequence, [S] int64."""
+        return np.diff(self.cu_seqlens.numpy().astype(np.int64))
+
+
 @dataclass
 class Packed:
-    """Whole sequences, one after another, each attending to itself alone: `Packed(tensor([0, 5, 9], dtype=int32), max_len=5)`.
+    """Sequences, one after another, each attending to itself alone: `Packed(tensor([0, 5, 9], dtype=int32), max_len=5)`.
 
     cu_seqlens: [S+1] int32, starts at 0, ends at T. On the CPU preferably, also for a model on a GPU (no host sync then).
     max_len:    length of the longest sequence.
+    keys:       None where sequences are whole; else what they attend to beside their own tokens, too.
     wrap:       what the training engine puts around the plan (sequence parallel); None leaves it.
     Use one object for several forward passes over the same rows: it keeps its index plan.
     """
 
     cu_seqlens: Tensor
     max_len: int
+    keys: SharedKeys | None = None
     wrap: Callable[[AttentionPlan], AttentionPlan] | None = field(default=None, repr=False, compare=False)
     plans: dict[tuple[str, str], AttentionPlan] = field(default_factory=dict, repr=False, compare=False)
 

@@ -38,6 +38,8 @@ class _Form:
 class Cudnn:
     """See `FusedKernel`. A graph takes a tenth of a second to build, at its first use for a power of two of rows and of their length."""
 
+    takes_keys = False
+
     def why_not(self) -> str | None:
         """See `FusedKernel`."""
         if importlib.util.find_spec("cudnn") is None:

@@ -18,6 +18,8 @@ _VERSION = "4.0.0b36"
 class Flash4:
     """See `FusedKernel`. Kernels are compiled at their first use for a form of heads, a few seconds each; row lengths do not matter."""
 
+    takes_keys = True
+
     def why_not(self) -> str | None:
         """See `FusedKernel`."""
         return _why_not()
@@ -63,9 +65,9 @@ def _interface() -> Any:
 def _describe_rows(rows: KernelRows) -> dict[str, Any]:
     return {
         "cu_seqlens_q": rows.cu_seqlens,
-        "cu_seqlens_k": rows.cu_seqlens,
+        "cu_seqlens_k": rows.cu_seqlens if rows.cu_keys is None else rows.cu_keys,
         "max_seqlen_q": rows.max_len,
-        "max_seqlen_k": rows.max_len,
+        "max_seqlen_k": rows.max_len if rows.cu_keys is None else rows.max_keys,
         "softmax_scale": rows.scale,
         "causal": not rows.window,
         "window_size_left": rows.window - 1 if rows.window else None,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.models import attention_cudnn, attention_flash4
-from hybridflow.models.attention import AttentionForm
+from hybridflow.models.attention import AttentionForm, SharedKeys
 from hybridflow.models.attention_kernel import FusedKernel, KernelRows
 
 KernelName = Literal["flash_attn_4", "cudnn"]
@@ -48,10 +48,15 @@ class FusedPlan:
     Nothing here is a number of Python that differs between batches, so that a compiled layer is compiled once.
     """
 
-    def __init__(self, kernel: KernelName, cu_seqlens: Tensor, max_len: int, device: torch.device) -> None:
+    def __init__(
+        self, kernel: KernelName, cu_seqlens: Tensor, max_len: int, device: torch.device, keys: SharedKeys | None = None
+    ) -> None:
         self.kernel: KernelName = kernel
         self.cu_seqlens = cu_seqlens.to(device, torch.int32, non_blocking=True)
         self.max_len = torch.tensor(max_len)
+        self.index_C = None if keys is None else keys.index_C.to(device, non_blocking=True)
+        self.cu_keys = None if keys is None else keys.cu_seqlens.to(device, torch.int32, non_blocking=True)
+        self.max_keys = torch.tensor(max_len if keys is None else keys.max_len)
 
     def attend(
         self, module: nn.Module, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm
@@ -59,9 +64,11 @@ class FusedPlan:
         """Attention output [T, H, K]."""
         if form.softcap is not None:
             raise RuntimeError(f"the model has an attention softcap, {form.softcap}, which {self.kernel} does not know")
+        if self.index_C is not None:
+            key_TNK, value_TNK = (rows.index_select(0, self.index_C) for rows in (key_TNK, value_TNK))
         rows = [rows.contiguous() for rows in (query_THK, key_TNK, value_TNK)]
-        window = form.window or 0
-        return _attend(*rows, self.cu_seqlens, self.max_len, form.scale, window, self.kernel)[0]
+        lengths = (self.cu_seqlens, self.max_len, self.cu_keys, self.max_keys)
+        return _attend(*rows, *lengths, form.scale, form.window or 0, self.kernel)[0]
 
 
 # The operators' signatures are flat: they take tensors and plain numbers alone.
@@ -72,11 +79,13 @@ def _attend(
     value_TNK: Tensor,
     cu_seqlens: Tensor,
     max_len: Tensor,
+    cu_keys: Tensor | None,
+    max_keys: Tensor,
     scale: float,
     window: int,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    rows = _read_rows(cu_seqlens, max_len, scale, window)
+    rows = _read_rows(cu_seqlens, max_len, cu_keys, max_keys, scale, window)
     return KERNELS[kernel].forward(query_THK, key_TNK, value_TNK, rows)  # type: ignore[index]
 
 
@@ -96,12 +105,14 @@ def _attend_backward(
     softmax_HT: Tensor,
     cu_seqlens: Tensor,
     max_len: Tensor,
+    cu_keys: Tensor | None,
+    max_keys: Tensor,
     scale: float,
     window: int,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     saved = (query_THK, key_TNK, value_TNK, out_THK, softmax_HT)
-    rows = _read_rows(cu_seqlens, max_len, scale, window)
+    rows = _read_rows(cu_seqlens, max_len, cu_keys, max_keys, scale, window)
     return KERNELS[kernel].backward(grad_THK, saved, rows)  # type: ignore[index]
 
 
@@ -112,18 +123,29 @@ def _(
     return torch.empty_like(query_THK), torch.empty_like(key_TNK), torch.empty_like(value_TNK)
 
 
-def _read_rows(cu_seqlens: Tensor, max_len: Tensor, scale: float, window: int) -> KernelRows:
-    longest = int(max_len)
-    return KernelRows(cu_seqlens, longest, scale, 0 if window >= longest else window)
+def _read_rows(
+    cu_seqlens: Tensor, max_len: Tensor, cu_keys: Tensor | None, max_keys: Tensor, scale: float, window: int
+) -> KernelRows:
+    longest = int(max_keys)
+    return KernelRows(cu_seqlens, int(max_len), scale, 0 if window >= longest else window, cu_keys, longest)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query_THK, key_TNK, value_TNK, cu_seqlens, max_len, *ctx.form = inputs
-    ctx.save_for_backward(query_THK, key_TNK, value_TNK, *output, cu_seqlens, max_len)
+    query_THK, key_TNK, value_TNK, cu_seqlens, max_len, cu_keys, max_keys, *ctx.form = inputs
+    ctx.save_for_backward(query_THK, key_TNK, value_TNK, *output, cu_seqlens, max_len, cu_keys, max_keys)
 
 
 def _backward(ctx: Any, grad_THK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_attend_backward(grad_THK.contiguous(), *ctx.saved_tensors, *ctx.form), None, None, None, None, None
+    return (
+        *_attend_backward(grad_THK.contiguous(), *ctx.saved_tensors, *ctx.form),
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 _attend.register_autograd(_backward, setup_context=_keep)

@@ -21,17 +21,23 @@ class KernelRows:
     cu_seqlens: [S + 1] int32, on the GPU.
     max_len:    tokens of the longest row.
     scale:      factor on query times key.
-    window:     0 is none; else a token sees `window` tokens, itself included, fewer than `max_len`.
+    window:     0 is none; else a token sees `window` tokens, itself included, fewer than the longest row has keys.
+    cu_keys, max_keys: the same of keys, where a row's queries are the last of the tokens that it attends to; None: it has no others.
     """
 
     cu_seqlens: Tensor
     max_len: int
     scale: float
     window: int
+    cu_keys: Tensor | None = None
+    max_keys: int = 0
 
 
 class FusedKernel(Protocol):
     """A library's causal attention over packed rows; grouped-query heads are grouped by it."""
+
+    takes_keys: bool
+    """Whether rows may have more keys than queries."""
 
     def why_not(self) -> str | None:
         """Why the library cannot be used here, in a few words; None where it can."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybridflow.models.attention import AttentionForm, AttentionPlan, Paged, layer_index, to_device
+from hybridflow.models.attention import AttentionForm, AttentionPlan, Paged, SharedKeys, layer_index, to_device
 from hybridflow.models.kv_cache import PagedKVCache
 
 SHORT_ROW_TOKENS = 32
@@ -175,6 +175,44 @@ class PaddedPlan:
         return self.masks[key]
 
 
+class SharedPlan:
+    """Packed rows that share what they begin with, through padded blocks, with gradient."""
+
+    def __init__(self, lengths: np.ndarray, keys: SharedKeys, device: torch.device) -> None:
+        self.index_C = to_device(keys.index_C.numpy(), device)
+        held = keys.lengths
+        bucket_rows = plan_buckets(held)
+        self.queries, self.keys = (RowPadding(part, bucket_rows, device) for part in (lengths, held))
+        self.positions = [
+            _place(lengths[rows], held[rows], queries.length, device)
+            for rows, queries in zip(bucket_rows, self.queries.buckets, strict=True)
+        ]
+        self.masks: dict[tuple[int, int | None, int], Tensor] = {}
+
+    def attend(
+        self, module: nn.Module, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm
+    ) -> Tensor:
+        """Attention output [T, H, K]."""
+        group = query_THK.shape[1] // key_TNK.shape[1]
+        key_CNK, value_CNK = (rows.index_select(0, self.index_C) for rows in (key_TNK, value_TNK))
+        padded = zip(self.queries.pad(query_THK), self.keys.pad(key_CNK), self.keys.pad(value_CNK), strict=True)
+        outs = [attend_padded(q, k, v, form, self._mask(at, form.window, group)) for at, (q, k, v) in enumerate(padded)]
+        return self.queries.unpad(outs)
+
+    def _mask(self, bucket: int, window: int | None, group: int) -> Tensor:
+        key = (bucket, window, group)
+        if key not in self.masks:
+            query_position, key_position = self.positions[bucket]
+            self.masks[key] = _visible(query_position, key_position, window).repeat(1, group, 1).unsqueeze(1)
+        return self.masks[key]
+
+
+def _place(new: np.ndarray, held: np.ndarray, query_length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Positions of padded queries [R, L, 1], a row's last ones of those that it holds, and of padded keys [1, 1, M]."""
+    positions = held[:, None] - new[:, None] + np.minimum(np.arange(query_length)[None, :], new[:, None] - 1)
+    return to_device(positions[:, :, None], device), torch.arange(int(held.max()), device=device)[None, None, :]
+
+
 def _visible(query_position: Tensor, key_position: Tensor, window: int | None) -> Tensor:
     seen = key_position <= query_position
     return seen if window is None else seen & (key_position > query_position - window)
@@ -205,16 +243,11 @@ class PagedPlan:
 
     def _gather(self, paged: Paged, rows: np.ndarray, query_length: int) -> tuple[Tensor, Tensor, Tensor]:
         """(slots [R, M], query positions [R, L, 1], key positions [1, 1, M]) of one bucket."""
-        context, new = self.context[rows, None], self.new[rows, None]
+        context = self.context[rows]
         # Keys past the context repeat a slot of the same sequence: stale slots, whatever they hold, are never read.
-        key_positions = np.minimum(np.arange(int(context.max()))[None, :], context - 1)
-        slots = paged.slots(rows[:, None], key_positions)
-        query_positions = context - new + np.minimum(np.arange(query_length)[None, :], new - 1)
-        return (
-            to_device(slots, self.device),
-            to_device(query_positions[:, :, None], self.device),
-            torch.arange(slots.shape[1], device=self.device)[None, None, :],
-        )
+        key_positions = np.minimum(np.arange(int(context.max()))[None, :], context[:, None] - 1)
+        slots = to_device(paged.slots(rows[:, None], key_positions), self.device)
+        return slots, *_place(self.new[rows], context, query_length, self.device)
 
     def attend(
         self, module: nn.Module, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm

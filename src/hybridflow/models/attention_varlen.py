@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-from hybridflow.models.attention import AttentionForm, Paged, layer_index, to_device
+from hybridflow.models.attention import AttentionForm, Paged, SharedKeys, layer_index, to_device
 from hybridflow.models.kv_cache import PagedKVCache
 
 # torch 2.11 groups query heads by itself; later versions want to be told.
@@ -30,15 +30,20 @@ def serves_varlen(device: torch.device, dtype: torch.dtype, head_dim: int, softc
 class VarlenPlan:
     """Packed rows through flash attention, with gradient; knows no softcap."""
 
-    def __init__(self, cu_seqlens: Tensor, max_len: int, device: torch.device) -> None:
+    def __init__(self, cu_seqlens: Tensor, max_len: int, device: torch.device, keys: SharedKeys | None = None) -> None:
         self.cu_seqlens = cu_seqlens.to(device, torch.int32, non_blocking=True)
         self.max_len = max_len
+        self.index_C = None if keys is None else keys.index_C.to(device, non_blocking=True)
+        held = (cu_seqlens, max_len) if keys is None else (keys.cu_seqlens, keys.max_len)
+        self.cu_keys, self.max_keys = held[0].to(device, torch.int32, non_blocking=True), held[1]
 
     def attend(
         self, module: nn.Module, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm
     ) -> Tensor:
         """Attention output [T, H, K]."""
-        lengths = (self.cu_seqlens, self.cu_seqlens, self.max_len, self.max_len)
+        lengths = (self.cu_seqlens, self.cu_keys, self.max_len, self.max_keys)
+        if self.index_C is not None:
+            key_TNK, value_TNK = (rows.index_select(0, self.index_C) for rows in (key_TNK, value_TNK))
         return _attend(query_THK, key_TNK, value_TNK, lengths, form)
 
 

@@ -15,8 +15,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridflow.models.attention import ATTENTION_NAME, AttentionPass, AttentionPlan, Packed, Paged
 from hybridflow.models.attention_exact import ExactPlan
-from hybridflow.models.attention_fused import FusedPlan, KernelName, choose_fused
-from hybridflow.models.attention_padded import PaddedPlan, PagedPlan
+from hybridflow.models.attention_fused import KERNELS, FusedPlan, KernelName, choose_fused
+from hybridflow.models.attention_padded import PaddedPlan, PagedPlan, SharedPlan
 from hybridflow.models.attention_varlen import VarlenPagedPlan, VarlenPlan, serves_varlen
 from hybridflow.models.exact import ExactMath, check_exact, pad_rows
 from hybridflow.models.head import Head, VocabularyShard
@@ -156,15 +156,23 @@ class LanguageModel:
         return attention.plans[key]
 
     def _plan_packed(self, attention: Packed) -> AttentionPlan:
+        rows = (attention.cu_seqlens, attention.max_len, self.device, attention.keys)
         match self.packed_attention:
-            case "exact":
+            case "exact" if attention.keys is None:
                 return ExactPlan.packed(attention.lengths)
+            case "exact":
+                raise ValueError(
+                    "numerics 'exact' computes each row by itself, and these rows share what they begin with"
+                )
             case "padded":
-                return PaddedPlan(attention.lengths, self.device)
+                lengths, keys = attention.lengths, attention.keys
+                return PaddedPlan(lengths, self.device) if keys is None else SharedPlan(lengths, keys, self.device)
             case "torch":
-                return VarlenPlan(attention.cu_seqlens, attention.max_len, self.device)
+                return VarlenPlan(*rows)
+            case kernel if attention.keys is not None and not KERNELS[kernel].takes_keys:
+                return VarlenPlan(*rows)
             case kernel:
-                return FusedPlan(kernel, attention.cu_seqlens, attention.max_len, self.device)
+                return FusedPlan(kernel, *rows)
 
     def _plan_paged(self, attention: Paged) -> AttentionPlan:
         if self.numerics == "exact":

@@ -71,8 +71,10 @@ class ActorSpec:
 
 
 class ActorWorker(GeneratorWorker):
-    """The policy on its device, whole or a part of it. Where it is whole, training and generation take turns on one set of weights, and
-    switching moves no bytes; else generation has a copy of its own, which `refresh` fills.
+    """The policy on its device, whole or a part of it.
+
+    Where it is whole and the engine is native, training and generation take turns on one set of weights, and switching moves no bytes;
+    else generation has a copy of its own, which `refresh` fills.
 
     Several of these train together as `train.parallel_config` says. Verbs that say so are collectives: all ranks are called.
     """
@@ -88,14 +90,13 @@ class ActorWorker(GeneratorWorker):
         self._seat, self._spec = seat, spec
         self._is_whole = self.train_engine.mesh.layout.is_whole
         self._shares_weights = self._is_whole and not spec.rollout.keeps_weights
-        self._lacks_copy = not spec.rollout.keeps_weights
         self._copied_version: int | None = None
         self._sync: WeightSync | None = None
-        self._same = SameStorage(device)
+        self._same_storage = SameStorage(device)
         together = ALONE if self._shares_weights else self.ranks
         self._probe = SyncProbe(self.train_engine, together, seed=spec.model.seed)
         self._syncs_since_probe = SHARED_SYNCS_PER_PROBE - 1
-        self._told: list[Metrics] = []
+        self._sync_metrics: list[Metrics] = []
         self.version = 0
         self._failed_steps = 0
         self._told_failures = False
@@ -140,20 +141,21 @@ class ActorWorker(GeneratorWorker):
         # Ranks of one data index have the same rows.
         counted = [prepared.metrics] if prepared and not (at.sequence or at.tensor) else []
         version: Metrics = {} if self.ranks.rank else {"policy/version": last(self.version)}
-        switches, self._told = self._told, []
-        return merge_metrics([*counted, *metrics, *switches, version])
+        syncs, self._sync_metrics = self._sync_metrics, []
+        return merge_metrics([*counted, *metrics, *syncs, version])
 
     def _follow(self) -> None:
         """Lets the rollout know that the weights which it shares are of a new version."""
         self.rollout_engine.load_weights(self.version)
-        self._told.append(self._same.push(self.version).metrics())
+        self._sync_metrics.append(self._same_storage.push(self.version).metrics())
         self._syncs_since_probe += 1
 
     def before_rollout(self) -> None:
-        """Where generation runs on the trainer's own weights, what it holds beside them is probed after the first sync, and seldom then."""
+        """Probes what generation on the trainer's own weights holds beside them: after the first sync, then once in
+        `SHARED_SYNCS_PER_PROBE`."""
         if self._shares_weights and self._syncs_since_probe >= SHARED_SYNCS_PER_PROBE:
             self._syncs_since_probe = 0
-            self._told.append(self._probe.check(self.rollout_engine, self.version))
+            self._sync_metrics.append(self._probe.check(self.rollout_engine, self.version))
 
     def _make_room(self) -> None:
         """Lets an engine with weights of its own on this device sleep until `refresh`, which sends it the weights anew; and one that
@@ -194,18 +196,21 @@ class ActorWorker(GeneratorWorker):
         if self._copied_version == self.version:
             return
         with self.ranks.leaving_on_error():
-            if self._lacks_copy:
-                copied = build_policy(self._spec.model, self._seat)
-                copied.model.module.requires_grad_(False)
-                engine = NativeEngine(copied.model, copied.tokenizer, self._spec.rollout.native)
-                # It may lay weights side by side, and from then on they stay where they are.
-                engine.prepare()
-                self.rollout_engine = engine
-                self._sync = WeightSync(self.train_engine, copied.model, timeout_s=self._seat.timeout_s)
-                self._lacks_copy = False
+            if self._sync is None and not self._spec.rollout.keeps_weights:
+                self._sync = self._build_copy()
             self._send()
-            self._told.append(self._probe.check(self.rollout_engine, self.version))
+            self._sync_metrics.append(self._probe.check(self.rollout_engine, self.version))
         self._copied_version = self.version
+
+    def _build_copy(self) -> WeightSync:
+        """Lets a whole model of its own generate; returns what fills it from the parts that are trained. A collective."""
+        copied = build_policy(self._spec.model, self._seat)
+        copied.model.module.requires_grad_(False)
+        engine = NativeEngine(copied.model, copied.tokenizer, self._spec.rollout.native)
+        # It may lay weights side by side, and from then on they stay where they are.
+        engine.prepare()
+        self.rollout_engine = engine
+        return WeightSync(self.train_engine, copied.model, timeout_s=self._seat.timeout_s)
 
     def _send(self) -> None:
         if self._sync is None:
@@ -219,7 +224,7 @@ class ActorWorker(GeneratorWorker):
             switch = self._sync.push(self.version)
             self._sync.target.check_whole()
             self.rollout_engine.load_weights(self.version)
-        self._told.append(switch.metrics())
+        self._sync_metrics.append(switch.metrics())
 
     def weights(self, wanted: bool = True) -> Weights:
         """The weights as generators take them, an adapter merged in. A collective where the model is in parts; `wanted` from one rank."""
@@ -263,8 +268,9 @@ class ActorWorker(GeneratorWorker):
             beside.rename(directory)
 
     def close(self) -> None:
-        """Leaves the other ranks."""
+        """Leaves the other ranks, and ends what the engine runs outside this process."""
         self.ranks.leave()
+        super().close()
 
     def _state(self) -> dict[str, Any]:
         return {**self.train_engine.state_json(), "version": self.version, "failed_steps": self._failed_steps}

@@ -31,10 +31,11 @@ class GeneratorWorker:
         return cut_rollout(self.rollout_engine.generate(prompts, sampling, step=step), sizes)
 
     def before_rollout(self) -> None:
-        """Nothing; for workers that have more to see to."""
+        """Nothing; what a worker that also trains sees to first. The verb is called as this class's function, so it has no override."""
 
     def close(self) -> None:
-        """Nothing runs outside this process."""
+        """Ends what the engine runs outside this process."""
+        self.rollout_engine.close()
 
 
 class Generator:

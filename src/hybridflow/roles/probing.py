@@ -7,11 +7,13 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridflow.batch import Batch
 from hybridflow.rollout import RolloutEngine
 from hybridflow.train_engine import Ranks, TrainEngine
 from hybridflow.types import Metrics, RowState
 from hybridflow.weights.probe import (
     TOLERANCES,
+    ProbeError,
     ProbePrompts,
     Tolerance,
     build_probe,
@@ -23,11 +25,13 @@ from hybridflow.weights.probe import (
 
 
 class SyncProbe:
-    """Holds an engine to the trainer, whose weights it is to have. Every rank has one and calls `check`.
+    """Holds a rollout engine to the trainer, whose weights it is to have. Every rank has one and calls `check`.
 
-    engine: the trainer; in parts where ranks share the model, so that scoring is a collective.
+    engine: of the trainer; where ranks share the model it has a part of it, and scoring is a collective.
+    ranks:  those that share the model, or that score alike; `ALONE` where each rank is checked by itself.
+    seed:   of the prompts and of what is sampled.
 
-    The first check, of a model that both sides have loaded from one place, says how much rounding there is.
+    The first check, of a model that both sides have loaded from one place, says how much rounding there is (`calibrate`).
     """
 
     def __init__(self, engine: TrainEngine, ranks: Ranks, seed: int) -> None:
@@ -38,13 +42,13 @@ class SyncProbe:
 
     def check(self, rollout: RolloutEngine, version: int) -> Metrics:
         """Raises ProbeError where the two sides are further apart than rounding explains."""
-        found = rollout.generate(self.prompts.batch, self.prompts.sampling, step=0)
-        rows = np.flatnonzero(found.numpy("state") == RowState.OK)
-        samples = found.take(rows)
+        samples = rollout.generate(self.prompts.batch, self.prompts.sampling, step=0)
+        _check_states(samples, version)
         tokens, theirs = self._agree(samples.arrays("tokens")), score_rows(samples, samples.arrays("rollout_logprobs"))
         ours = score_rows(samples, self._engine.log_prob(samples.with_column("tokens", tokens), 1.0))
         kept = [
-            count_equal(one, other) - len(one) + len(scores)
+            # Of the equal tokens those of the response, which `scores` are of: the rest is the prompt.
+            count_equal(one, other) - (len(one) - len(scores))
             for one, other, scores in zip(tokens, samples.arrays("tokens"), theirs, strict=True)
         ]
         pairs = [(our[:count], their[:count]) for our, their, count in zip(ours, theirs, kept, strict=True)]
@@ -57,11 +61,21 @@ class SyncProbe:
         return result.metrics()
 
     def _agree(self, tokens: list[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
-        """What the first of the ranks has sampled: those that share a model score the same rows. Rounding may part the others' draws."""
+        """What the first rank has sampled: ranks that share a model score the same rows, and rounding may have parted their draws."""
         flat = np.concatenate(tokens)
         every = self._ranks.gather(flat.astype(np.float64).tolist())
         agreed = np.array(every[0]).astype(np.int32)
         return np.split(agreed, np.cumsum([len(row) for row in tokens])[:-1])
+
+
+def _check_states(samples: Batch, version: int) -> None:
+    odd = np.flatnonzero(samples.numpy("state") != RowState.OK)
+    if odd.size:
+        why = samples.pylist("rollout_error")[odd[0]] or "it came back without tokens"
+        raise ProbeError(
+            f"version {version} of the weights cannot be generated with: prompt {odd[0]} of the probe failed ({why}); go on from the last "
+            "checkpoint, with a lower optimizer.lr if its weights are not finite"
+        )
 
 
 def count_equal(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,13 @@ from hybridflow.weights import (
 from hybridflow.weights.plan import plan
 
 
+class _Factors(NamedTuple):
+    """Whole copies of the adapter's factors A, in float32, and what fills them."""
+
+    target: TargetWeights
+    transport: CollectiveTransport
+
+
 class WeightSync:
     """Fills this rank's copy of the model from the parts of all ranks, an adapter merged in. Every rank has one and calls `push`.
 
@@ -44,7 +52,7 @@ class WeightSync:
         adapter = adapter_weights(engine.model)
         live = {plain_name(name): weight for name, weight in engine.model.module.named_parameters()}
         base = {name: weight for name, weight in live.items() if name not in adapter}
-        self._sides = self._build_sides(adapter)
+        self._factors = self._build_factors(adapter)
         parts = self._build_parts(base)
         self.target = TargetWeights(dict(model.module.named_parameters()))
         self._transport = self._connect(base, parts, self.target)
@@ -57,10 +65,10 @@ class WeightSync:
     def push(self, version: int) -> Switch:
         """Brings the copy to this version; a collective. Returns when the trained weights may change again."""
         free_gathered(self._engine.model)
-        if self._sides is None:
+        if self._factors is None:
             return self._transport.push(version)
         # The small factor of each update is needed whole by every shard of its matrix.
-        first = self._sides[1].push(version)
+        first = self._factors.transport.push(version)
         switch = self._transport.push(version)
         moved, seconds = first.bytes_moved + switch.bytes_moved, first.seconds + switch.seconds
         return replace(switch, bytes_moved=moved, seconds=seconds, memory_before=first.memory_before)
@@ -68,11 +76,11 @@ class WeightSync:
     def forget(self) -> None:
         """Takes an older version next, as after a restored snapshot."""
         self.target.forget()
-        if self._sides is not None:
-            self._sides[0].forget()
+        if self._factors is not None:
+            self._factors.target.forget()
 
-    def _build_sides(self, adapter: Mapping[str, Parameter]) -> tuple[TargetWeights, CollectiveTransport] | None:
-        """Whole copies of the adapter's factors A, in float32, and what fills them."""
+    def _build_factors(self, adapter: Mapping[str, Parameter]) -> _Factors | None:
+        """None without an adapter. A collective."""
         factors = {name: weight for name, weight in adapter.items() if ".lora_A." in name}
         if not factors:
             return None
@@ -82,16 +90,16 @@ class WeightSync:
             for name, weight in factors.items()
         }
         target = TargetWeights(whole)
-        return target, self._connect(factors, masters, target)
+        return _Factors(target, self._connect(factors, masters, target))
 
     def _build_parts(self, base: Mapping[str, Parameter]) -> dict[str, Source]:
         """This rank's part of each weight, those that an adapter changes computed as they are read."""
         parts: dict[str, Source] = {name: local_part(weight) for name, weight in base.items()}
-        if self._sides is None:
+        if self._factors is None:
             return parts
         scale, _ = self._engine.state_json()["adapter"]
         trained = self._engine.optimizer.weights
-        for name, lora_A in self._sides[0].buffers.items():
+        for name, lora_A in self._factors.target.buffers.items():
             layer = name.removesuffix(".lora_A.weight")
             lora_B = trained[f"{layer}.lora_B.weight"].master
             parts[f"{layer}.weight"] = MergedPart(local_part(base[f"{layer}.weight"]), lora_A, lora_B, scale)

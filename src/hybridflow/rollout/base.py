@@ -71,6 +71,10 @@ class RolloutEngine(Protocol):
         """Ends the generation that runs now, from another thread: rows come back as far as they are, marked 'abort'."""
         ...
 
+    def close(self) -> None:
+        """Ends what the engine runs outside this process; it is of no use afterwards."""
+        ...
+
 
 def check_prompts(prompts: Batch) -> None:
     """Refuses a batch that no engine could take: ConfigError for a column in the way, ValueError for a group twice."""

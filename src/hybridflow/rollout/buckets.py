@@ -100,6 +100,11 @@ def write_weight_files(weights: Iterable[tuple[str, Tensor]], directory: str | o
     return written
 
 
+def find_memory_directory() -> str | None:
+    """A directory whose files lie in memory; None, which stands for the usual place of temporary files, where there is none."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
 def _view(entry: Entry, buffer: Tensor) -> Tensor:
     dtype: torch.dtype = _DTYPES[entry.dtype]
     num_bytes = torch.Size(entry.shape).numel() * dtype.itemsize

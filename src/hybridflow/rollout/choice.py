@@ -36,7 +36,7 @@ class Measured:
 
 
 MEASURED: tuple[Measured, ...] = ()
-"""On one H200, by the size of the model; the tables are in docs/performance.md."""
+"""What `auto` goes by on a GPU, from docs/performance.md. Empty until both engines have been measured in one run."""
 
 
 def find_installed() -> frozenset[str]:
@@ -58,12 +58,17 @@ def choose_engine(
 
     installed:  what of vllm and sglang is there.
     parameters: of the model, to find the measurement nearest in size (by ratio); None where that is not known.
-    url:        of a vLLM server, which needs no vLLM here.
+    url:        of a vLLM server, which needs no vLLM here; `auto` takes it.
     """
-    if wanted == "auto":
+    if wanted == "auto" and url is None:
         return _choose(installed, on_gpu, parameters, numerics, measured)
-    if wanted == "native":
+    if wanted == "native" and url is None:
         return Choice("native", "as rollout.engine says")
+    if wanted in ("native", "sglang") and url is not None:
+        raise ConfigError(
+            f"rollout.vllm.url: '{url}' is a vLLM server, and rollout.engine is {wanted}; set rollout.engine=vllm, or take the url out"
+        )
+    wanted = "vllm" if wanted == "auto" else wanted
     if wanted not in INSTALL:
         raise ConfigError(f"rollout.engine: '{wanted}' is no engine; set auto, native, vllm or sglang")
     remote = wanted == "vllm" and url is not None

@@ -50,12 +50,12 @@ class Service:
 
     def wait_until_ready(self, path: str, timeout_s: float) -> None:
         """Returns once `path` answers; ServiceError after the timeout."""
-        end = time.monotonic() + timeout_s
+        end_s = time.monotonic() + timeout_s
         while True:
             try:
                 self._ask_once("GET", path, None, timeout_s)
             except (OSError, http.client.HTTPException, RefusedError) as error:
-                if time.monotonic() >= end:
+                if time.monotonic() >= end_s:
                     raise ServiceError(
                         f"{self.url} was not ready within {timeout_s:g} s ({error}); start the server first, or correct the address"
                     ) from None

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from hybridflow.batch import Batch
 from hybridflow.config import ConfigError, Field, settings
+from hybridflow.config.schema import fields
 from hybridflow.rollout.base import WatchedWeights, check_prompts
-from hybridflow.rollout.buckets import export_buffer, iter_buckets, pack, write_weight_files
+from hybridflow.rollout.buckets import export_buffer, find_memory_directory, iter_buckets, pack, write_weight_files
 from hybridflow.rollout.requests import (
     RequestPlan,
     Sample,
@@ -36,6 +37,7 @@ from hybridflow.types import SamplingParams
 _BUCKET_BYTES = 256 * 1024**2
 _CPU_CACHE_BYTES = 1024**3
 RECEIVER = "hybridflow.rollout.vllm_worker.WeightReceiver"
+"""What vLLM takes as `worker_extension_cls`; by name, since its workers import it themselves."""
 
 
 @settings
@@ -63,21 +65,17 @@ class VllmSettings:
     """Directory that this process and the server both see, for new weights; null takes shared memory, for a server on this machine."""
 
     def __post_init__(self) -> None:
-        names = _WITHOUT_URL if self.url is not None else _WITH_URL
-        changed = [name for name, default in names.items() if self.__dict__[name] != default]
+        idle = _IN_WORKER if self.url is not None else _WITH_SERVER
+        declared, values = fields(type(self)), vars(self)
+        changed = [name for name in idle if values[name] != declared[name].default]
         if changed and self.url is not None:
             raise ValueError(f"{changed[0]} is the server's own to set where there is a url; leave it out")
         if changed:
             raise ValueError(f"{changed[0]} belongs to a server that already runs; give its url, or leave it out")
 
 
-_WITHOUT_URL = {
-    "gpu_memory_utilization": 0.4,
-    "enforce_eager": False,
-    "tensor_parallel_size": 1,
-    "sleep_level": 1,
-}
-_WITH_URL = {"timeout_s": 1800.0, "connections": 256, "weights_dir": None}
+_IN_WORKER = ("gpu_memory_utilization", "enforce_eager", "tensor_parallel_size", "sleep_level")
+_WITH_SERVER = ("timeout_s", "connections", "weights_dir")
 
 
 class VllmEngine:
@@ -193,7 +191,7 @@ class VllmEngine:
         return buffer
 
     def _send_files(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        with tempfile.TemporaryDirectory(prefix="hybridflow-", dir=shared_memory()) as directory:
+        with tempfile.TemporaryDirectory(prefix="hybridflow-", dir=find_memory_directory()) as directory:
             write_weight_files(weights, directory, _BUCKET_BYTES)
             self._llm.collective_rpc("take_files", args=(directory,))
 
@@ -307,11 +305,6 @@ def _start(arguments: dict[str, Any]) -> Any:
             f"rollout.engine: vLLM {importlib.metadata.version('vllm')} does not start on {arguments['model']} ({told}); "
             "change rollout.vllm, or set rollout.engine=native"
         ) from error
-
-
-def shared_memory() -> str | None:
-    """A directory in memory, or None where the machine has none, which stands for the usual place of temporary files."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 @contextlib.contextmanager

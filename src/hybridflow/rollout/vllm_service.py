@@ -1,14 +1,4 @@
-"""vLLM as a server that already runs, over HTTP.
-
-It is started so (loopback is vLLM's choice only where it is told so):
-
-    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port 8000 --model DIR \
-        --logprobs-mode processed_logprobs --enable-sleep-mode --worker-extension-cls hybridflow.rollout.vllm_worker.WeightReceiver
-
-The last option needs hybridflow beside vLLM. Without it a server on a CPU leaves a tied head on its first weights, and no server can clear
-a cache that weights which are not finite have spoilt.
-The endpoints of its development mode, which take new weights, ask nobody who he is: let no one else reach the port.
-"""
+"""vLLM as a server that already runs, over HTTP. How it has to be started, and kept from others, is in docs/rollout.md."""
 
 from __future__ import annotations
 
@@ -25,7 +15,7 @@ from torch import Tensor
 from hybridflow.batch import Batch
 from hybridflow.config import ConfigError
 from hybridflow.rollout.base import WatchedWeights, check_prompts
-from hybridflow.rollout.buckets import write_weight_files
+from hybridflow.rollout.buckets import find_memory_directory, write_weight_files
 from hybridflow.rollout.requests import (
     Request,
     RequestPlan,
@@ -38,7 +28,7 @@ from hybridflow.rollout.requests import (
 )
 from hybridflow.rollout.service import RefusedError, Service, ServiceError
 from hybridflow.rollout.turns import Turns
-from hybridflow.rollout.vllm import RECEIVER, VllmSettings, shared_memory
+from hybridflow.rollout.vllm import RECEIVER, VllmSettings
 from hybridflow.types import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -79,7 +69,7 @@ class VllmServiceEngine:
             raise ValueError("a vLLM server has its own copy of the weights; give them to load_weights")
         with self._take("load_weights", awake=True):
             watched = WatchedWeights(weights, self.model.shapes)
-            place = self.settings.weights_dir or shared_memory()
+            place = self.settings.weights_dir or find_memory_directory()
             with tempfile.TemporaryDirectory(prefix="hybridflow-", dir=place) as directory:
                 write_weight_files(watched, directory, _FILE_BYTES)
                 watched.check()
@@ -108,6 +98,9 @@ class VllmServiceEngine:
         self._turns.aborting.set()
         self._service.interrupt()
 
+    def close(self) -> None:
+        """Nothing: the server is not ours to end."""
+
     @contextlib.contextmanager
     def _take(self, verb: str, *, awake: bool = False) -> Iterator[None]:
         with self._turns.take(verb, awake=awake):
@@ -133,7 +126,8 @@ class VllmServiceEngine:
         except RefusedError:
             _log.warning(
                 "rows failed on %s, which cannot clear its cache without --worker-extension-cls %s; restart it if they go on failing",
-                *(self._service.url, RECEIVER),
+                self._service.url,
+                RECEIVER,
             )
         self._saw_nan = False
 

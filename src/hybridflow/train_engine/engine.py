@@ -35,7 +35,6 @@ from hybridflow.train_engine.logprobs import (
 )
 from hybridflow.train_engine.loss_totals import LossTotals
 from hybridflow.train_engine.mesh import build_mesh, plan_layout
-from hybridflow.train_engine.micro_batches import MicroBatch
 from hybridflow.train_engine.optimizer import AdamW
 from hybridflow.train_engine.packing import (
     PackedRows,
@@ -47,6 +46,7 @@ from hybridflow.train_engine.packing import (
 )
 from hybridflow.train_engine.ranks import ALONE, Ranks
 from hybridflow.train_engine.schedule import compute_learning_rate
+from hybridflow.train_engine.segments import GroupsOfPass
 from hybridflow.train_engine.settings import TrainSettings
 from hybridflow.train_engine.sharding import (
     compute_box,
@@ -108,6 +108,7 @@ class TrainEngine:
         self.layers = build_layers(model, settings, self.mesh)
         parameters = {plain_name(name): weight for name, weight in model.module.named_parameters()}
         self.optimizer = AdamW(parameters, settings.optimizer, self.mesh, on_host=settings.offload == "optimizer")
+        self._shares_prompts = settings.share_prompts and model.numerics != "exact"
         self._steps_taken = 0
         self._skipped_in_a_row = 0
 
@@ -122,9 +123,10 @@ class TrainEngine:
         batch:   this rank's rows, None or none where it has none: `tokens`, `loss_mask`, `state`, and the loss's own columns.
                  Every rank calls, as often as the others.
         returns: the loss's metrics, and `train/`: grad_norm (before clipping), lr, rows and tokens (those that went through
-                 the model), micro_batches, skipped_steps and nonfinite_steps (0 or 1 here; they sum). What is the same on
-                 all ranks comes from rank 0, the rest from each about its rows: merged over ranks, they are those of one
-                 process (but for micro_batches, of which other splits make another number).
+                 the model), shared_tokens (of these computed with another row's, with `share_prompts`), micro_batches, skipped_steps
+                 and nonfinite_steps (0 or 1 here; they sum). What is the same on all ranks comes from rank 0, the rest from each
+                 about its rows: merged over ranks, they are those of one process (but for micro_batches and shared_tokens, of which
+                 other splits make other numbers).
 
         A step is skipped, and counted, when no token counts, or when loss or gradient is not finite; it moves neither
         weights nor optimizer nor schedule, and reports no loss. Only the second kind can stop the run (`NonFiniteError`):
@@ -153,7 +155,13 @@ class TrainEngine:
         denominator = self.mesh.data.total(compute_denominator(counts, loss.normalization))
         totals = LossTotals(denominator, self.mesh)
         plan = build_micro_batches(
-            self.model, rows, counts > 0, self.settings.micro_batch_tokens, find_ranks_in_step(self.mesh)
+            self.model,
+            rows,
+            rows.loss_mask,
+            counts > 0,
+            self.settings.micro_batch_tokens,
+            find_ranks_in_step(self.mesh),
+            share=self._shares_prompts,
         )
         with self.layers:
             for index, micro_batch in enumerate(plan):
@@ -161,7 +169,7 @@ class TrainEngine:
                 self._pass(rows, micro_batch, loss, totals)
         if denominator:
             self.optimizer.sum_gradients(self._partial)
-        return totals, self._count(plan)
+        return totals, self._count(rows, plan)
 
     def log_prob(
         self, batch: Batch | None, temperature: float, *, only_masked: bool = True
@@ -178,6 +186,7 @@ class TrainEngine:
                 micro_batch_tokens=self.settings.micro_batch_tokens,
                 only_masked=only_masked,
                 mesh=self.mesh,
+                share_prompts=self._shares_prompts and only_masked,
             )
             free_gathered(self.model)
             return found
@@ -268,9 +277,9 @@ class TrainEngine:
         self.optimizer.discard_gradients()
         free_gathered(self.model)
 
-    def _pass(self, rows: Rows, micro_batch: MicroBatch, loss: TokenLoss, totals: LossTotals) -> None:
+    def _pass(self, rows: Rows, micro_batch: GroupsOfPass, loss: TokenLoss, totals: LossTotals) -> None:
         """Forward and backward of one micro-batch."""
-        packed = pack_rows(rows, micro_batch.rows, rows.loss_mask, self.model.device, self.mesh.sequence)
+        packed = pack_rows(rows, micro_batch.groups, rows.loss_mask, self.model.device, self.mesh.sequence)
         with self.layers.phase("forward", micro_batch.num_tokens):
             loss_sum = self._compute_loss(rows, packed, loss)
             scaled = self._compute_nothing(packed) if loss_sum is None else loss_sum.total / totals.denominator
@@ -290,15 +299,18 @@ class TrainEngine:
         )
         return logprobs_M.sum()
 
-    def _count(self, plan: tuple[MicroBatch, ...]) -> Metrics:
+    def _count(self, rows: Rows, plan: tuple[GroupsOfPass, ...]) -> Metrics:
         """What went through the model, told once for the ranks that share the rows."""
         if self.mesh.at.sequence or self.mesh.at.tensor:
             return {}
+        chosen = [row for micro_batch in plan for group in micro_batch.groups for row in group.rows]
+        num_tokens = int(rows.lengths[chosen].sum())
+        shared = num_tokens - sum(micro_batch.num_tokens for micro_batch in plan)
         return {
-            "train/rows": total(sum(len(micro_batch.rows) for micro_batch in plan)),
-            "train/tokens": total(sum(micro_batch.num_tokens for micro_batch in plan)),
-            "train/micro_batches": total(sum(1 for micro_batch in plan if micro_batch.rows)),
-        }
+            "train/rows": total(len(chosen)),
+            "train/tokens": total(num_tokens),
+            "train/micro_batches": total(sum(1 for micro_batch in plan if micro_batch.groups)),
+        } | ({"train/shared_tokens": total(shared)} if self._shares_prompts else {})
 
     def _read_whole(self, parameter: Parameter) -> Tensor:
         """The whole tensor that a live parameter stands for: an adapter's master, of others the live value in the model's dtype."""

@@ -14,7 +14,6 @@ from hybridflow.batch import Batch
 from hybridflow.models import LanguageModel, compute_logprobs
 from hybridflow.train_engine.mesh import Mesh
 from hybridflow.train_engine.micro_batches import (
-    MicroBatch,
     compute_model_work,
     compute_row_costs,
     pad_plan,
@@ -22,24 +21,40 @@ from hybridflow.train_engine.micro_batches import (
 )
 from hybridflow.train_engine.packing import PackedRows, Rows, pack_rows, read_rows
 from hybridflow.train_engine.ranks import ALONE, Ranks
+from hybridflow.train_engine.segments import GroupsOfPass, RowGroup, add_up, find_groups
 
 
 def build_micro_batches(
-    model: LanguageModel, rows: Rows, wanted: NDArray[np.bool_], max_tokens: int, in_step: Ranks = ALONE
-) -> tuple[MicroBatch, ...]:
-    """Micro-batches of the wanted rows [S]; their `rows` are row numbers of the batch. A collective of the ranks in step.
+    model: LanguageModel,
+    rows: Rows,
+    scored: NDArray[np.bool_],
+    wanted: NDArray[np.bool_],
+    max_tokens: int,
+    in_step: Ranks = ALONE,
+    *,
+    share: bool = False,
+) -> tuple[GroupsOfPass, ...]:
+    """Micro-batches of the wanted rows [S], by their numbers in the batch. A collective of the ranks in step.
 
+    scored:  [sum of lengths] bool, the tokens whose log-probability is wanted.
     in_step: ranks that pass through their micro-batches together, because each pass gathers weights from all of them: all get as many,
              the last ones without rows where rows run out.
+    share:   rows that begin alike go together, and what they begin with is computed once.
     """
-    index = np.flatnonzero(wanted)
-    lengths = rows.lengths[index]
-    costs = compute_row_costs(lengths, compute_model_work(model.config))
+    index = np.flatnonzero(wanted).tolist()
+    groups = (
+        find_groups(rows.tokens, rows.offsets, scored, index, max_tokens)
+        if share
+        else [RowGroup((row,)) for row in index]
+    )
+    work = compute_model_work(model.config)
+    lengths = add_up(groups, rows.lengths, lambda tokens: tokens.astype(np.float64)).astype(np.int64)
+    costs = add_up(groups, rows.lengths, lambda tokens: compute_row_costs(tokens, work))
     plan = plan_micro_batches(lengths, costs, max_tokens)
     count = int(max(numbers[0] for numbers in in_step.gather([len(plan)])))
     if count > len(plan):
         plan = pad_plan(plan_micro_batches(lengths, costs, max_tokens, min_parts=count), count)
-    return tuple(MicroBatch(tuple(index[list(part.rows)].tolist()), part.num_tokens, part.cost) for part in plan)
+    return tuple(GroupsOfPass(tuple(groups[at] for at in part.rows), part.num_tokens) for part in plan)
 
 
 def find_ranks_in_step(mesh: Mesh) -> Ranks:
@@ -83,6 +98,7 @@ def compute_batch_logprobs(
     micro_batch_tokens: int,
     only_masked: bool = True,
     mesh: Mesh | None = None,
+    share_prompts: bool = False,
 ) -> list[NDArray[np.float32]]:
     """Log-probability of the tokens of each row under the model as it is: float32, aligned to `tokens`, 0.0 at its first token.
 
@@ -90,6 +106,7 @@ def compute_batch_logprobs(
     temperature: divides the logits, above 0: that of the sampling, so that a ratio starts at 1.
     only_masked: True: tokens with `loss_mask` 1 in rows that are OK, 0.0 elsewhere (the head is a large part of the work of a
                  small model with a large vocabulary). False: every token but the first, in every row.
+    share_prompts: computes once what rows begin with up to the first scored token.
     mesh:        the ranks that share the model: all call together, those of one `data` index with the same rows, and get the values of
                  these. None: alone, or with a whole model each.
 
@@ -102,8 +119,9 @@ def compute_batch_logprobs(
     scored = rows.loss_mask if only_masked else np.ones_like(rows.loss_mask)
     wanted = rows.count_masked() > 0 if only_masked else rows.lengths > 1
     parts, places = [], []
-    for micro_batch in build_micro_batches(model, rows, wanted, micro_batch_tokens, in_step):
-        packed = pack_rows(rows, micro_batch.rows, scored, model.device, sequence)
+    plan = build_micro_batches(model, rows, scored, wanted, micro_batch_tokens, in_step, share=share_prompts)
+    for micro_batch in plan:
+        packed = pack_rows(rows, micro_batch.groups, scored, model.device, sequence)
         parts.append(compute_packed_logprobs(model, packed, temperature=temperature, with_entropy=False)[0])
         places.append(packed.places_M)
     values = np.zeros(rows.tokens.shape, dtype=np.float32)

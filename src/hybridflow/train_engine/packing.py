@@ -18,6 +18,7 @@ from hybridflow.algorithms.losses import Normalization, compute_token_weights
 from hybridflow.batch import Batch
 from hybridflow.models import Packed, predicted_positions
 from hybridflow.train_engine.ranks import ALONE, Ranks
+from hybridflow.train_engine.segments import RowGroup, Segments, build_segments
 from hybridflow.train_engine.sequence_parallel import UlyssesPlan
 from hybridflow.types import RowState
 
@@ -62,7 +63,7 @@ class PackedRows:
     hidden_index_M:        int64, which of this rank's hidden states predicts scored token i.
     token_index_M:         int64, at which of the loss's tokens scored token i stands.
     targets_M:             int64, the scored tokens.
-    cu_seqlens:            [S+1] int32 on the host, the rows in the loss's tokens.
+    cu_seqlens:            [S+1] int32 on the host, the rows in the loss's tokens; of rows that share a trunk, it and their branches.
     is_here_T:             bool on the host, of the loss's tokens those that this rank speaks of; each is spoken of by one rank.
     places_T, places_M:    int64 on the host: where the loss's tokens and the scored ones stand in the arrays of `Rows`.
     """
@@ -95,19 +96,19 @@ def read_rows(batch: Batch | None, columns: Iterable[str] = ()) -> Rows:
 
 
 def pack_rows(
-    rows: Rows, chosen: Sequence[int], scored: NDArray[np.bool_], device: torch.device, axis: Ranks = ALONE
+    rows: Rows, groups: Sequence[RowGroup], scored: NDArray[np.bool_], device: torch.device, axis: Ranks = ALONE
 ) -> PackedRows:
-    """The chosen rows side by side, in the order given; none make a micro-batch of the dummy row alone.
+    """The rows of these groups side by side, in the order given; none make a micro-batch of the dummy row alone.
 
-    scored: [sum of lengths] bool; of the tokens that something predicts, those to compute a log-probability of.
+    scored: [sum of lengths] bool; of the tokens that something predicts, those to compute a log-probability of; none in a trunk.
     axis:   the ranks that share the tokens; all call with the same rows. Alone on the CPU there is no dummy row; on a GPU each part is
             a multiple of 128 tokens.
     """
-    index = np.asarray(chosen, np.int64)
-    lengths = rows.lengths[index]
+    segments = build_segments(groups, rows.lengths)
+    lengths = segments.lengths
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    positions_T = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-    places_T = positions_T + np.repeat(rows.offsets[index], lengths)
+    positions_T = np.arange(starts[-1]) - np.repeat(starts[:-1] - segments.starts, lengths)
+    places_T = positions_T + np.repeat(rows.offsets[segments.rows], lengths)
     tokens_T = torch.from_numpy(rows.tokens[places_T].astype(np.int64))
     cu_seqlens = torch.from_numpy(starts.astype(np.int32))
     part = plan_part(places_T.size, axis.rank, axis.size, _TILE_TOKENS[device.type])
@@ -118,7 +119,7 @@ def pack_rows(
     return PackedRows(
         tokens_T=to_device(part.cut(tokens_T), device),
         positions_T=to_device(part.cut(torch.from_numpy(positions_T)), device),
-        attention=_build_attention(lengths, part.padding, axis),
+        attention=_build_attention(segments, part.padding, axis),
         hidden_index_M=to_device(hidden_index[wanted] - part.start, device),
         token_index_M=to_device(token_index, device),
         # Taken from the tokens of all parts: a row that goes on in the next part has its next token there.
@@ -169,11 +170,11 @@ def plan_part(num_tokens: int, rank: int, degree: int, tile_tokens: int) -> Part
     return Part(rank * size, size, degree * size - num_tokens)
 
 
-def _build_attention(lengths: NDArray[np.int64], padding: int, axis: Ranks) -> Packed:
-    lengths = np.append(lengths, padding) if padding else lengths
+def _build_attention(segments: Segments, padding: int, axis: Ranks) -> Packed:
+    lengths = np.append(segments.lengths, padding) if padding else segments.lengths
     cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     wrap = functools.partial(UlyssesPlan, axis=axis) if axis.size > 1 else None
-    return Packed(cu_seqlens, int(lengths.max()), wrap)
+    return Packed(cu_seqlens, int(lengths.max()), keys=segments.build_keys(padding), wrap=wrap)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -19,6 +19,9 @@ class TrainSettings:
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Tokens that go through the model together; more is faster and takes more memory. A longer row goes alone. Changes no
     gradient beyond rounding."""
+    share_prompts: bool = False
+    """Computes the tokens that rows begin with, as the samples of a prompt do, once for all of them, forward and backward; same
+    gradients but for rounding. Worth it where prompts are long beside responses. Exact numerics compute each row by itself."""
     parallel_config: ParallelConfig = Field(default_factory=ParallelConfig)
     """How trainers share the model: data, tensor and sequence parallel, and over how many its storage is split."""
     lora: LoraSettings | None = None

@@ -19,7 +19,7 @@ from hybridflow.weights.layout import LayoutError, WeightLayout
 from hybridflow.weights.messages import Message, RankBucket, plan_messages
 from hybridflow.weights.packing import CopyList, Source, Sources, Targets, find_staged
 from hybridflow.weights.plan import WeightPlan
-from hybridflow.weights.target import TargetWeights
+from hybridflow.weights.target import TargetWeights, refuse_older
 from hybridflow.weights.transports import Switch, SwitchTimer, wait_for_device
 
 _NOTHING = -1
@@ -67,7 +67,6 @@ class CollectiveTransport:
     sources:  this rank's parts of the tensors, by name, at fixed addresses; empty on one that does not train.
     target:   this rank's storages; None on one that does not generate.
     gathers:  one all-gather a bucket, where the plan allows it; None: wherever it does.
-    keeps_staging: staging buffers stay between transfers; else their memory is given back after each.
 
     Ranks that train call `push`, the others `pull`; both return when this rank's storages hold the version and its sources may change.
     Versions and plans are compared before anything moves. A rank that dies is named where its connection tells of it, else the ranks
@@ -83,12 +82,11 @@ class CollectiveTransport:
         target: TargetWeights | None,
         *,
         gathers: bool | None = None,
-        keeps_staging: bool = False,
     ) -> None:
         self.plan, self._gang, self._target = plan, gang, target
         self._source_layout, self._target_layout = layouts
         self._sources = Sources(self._source_layout, gang.rank, sources)
-        self._keeps_staging, self._connected = keeps_staging, False
+        self._connected = False
         group = gang.gathering
         if group is None and plan.groups == (tuple(range(gang.size)),):
             group = gang.group or dist.group.WORLD
@@ -124,8 +122,7 @@ class CollectiveTransport:
             else:
                 with self._target.receiving(version) as buffers:
                     self._move(version, buffers)
-            if not self._keeps_staging:
-                self.release()
+            self.release()
         return timer.switch(version, int(self.plan.received[self._gang.rank]))
 
     def _agree(self, offered: int) -> int:
@@ -143,9 +140,7 @@ class CollectiveTransport:
             raise LayoutError(
                 f"ranks {odd} have another plan than rank {self._gang.rank}; make it from the same layouts and bucket_bytes everywhere"
             )
-        newest = int(table[:, 1].max())
-        if versions[0] < newest:
-            TargetWeights({}, version=newest).check_version(versions[0])
+        refuse_older(versions[0], here=int(table[:, 1].max()))
         return versions[0]
 
     def _gather_numbers(self, own: Tensor) -> Tensor:

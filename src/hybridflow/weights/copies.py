@@ -1,7 +1,7 @@
 """For tensors of one kind (one shape, split alike): which box goes from whom to whom.
 
 Boxes are matched between the distinct ones of each side, then spread over the ranks that hold or want them.
-Letters: N copies, P pairs of boxes, D dimensions.
+Dimensions: N copies, P pairs of boxes, D dimensions.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from hybridflow.config import HybridflowError
 from hybridflow.types import Box
 from hybridflow.weights.layout import WeightLayout, list_owned
 from hybridflow.weights.messages import Piece
-from hybridflow.weights.packing import CopyList, Source, Sources, Targets
+from hybridflow.weights.packing import CopyList, Source, Sources, Targets, find_slices
 from hybridflow.weights.target import TargetWeights
 
 
@@ -88,11 +88,12 @@ def load_packets(packets: Iterable[Packet], layout: WeightLayout, rank: int, tar
         targets, copies = Targets(layout, rank, buffers), CopyList()
         for name, held in layout.tensors.items():
             arrived = 0
-            for label, tensors in opened:
-                shared = _share(held.placement.box(rank), label.boxes.get(name))
-                if shared is not None:
-                    arrived += math.prod(shared.shape)
-                    copies.add(targets.find(shared.of(name)), tensors[name][shared.inside(label.boxes[name])])
+            given = [(label.boxes[name], tensors[name]) for label, tensors in opened if name in label.boxes]
+            for box, tensor in given:
+                piece = _intersect(name, held.placement.box(rank), box)
+                if piece is not None:
+                    arrived += math.prod(piece.shape)
+                    copies.add(targets.find(piece), tensor[find_slices(piece, box.offsets)])
             if arrived != held.placement.counts[rank]:
                 raise PacketError(
                     f"version {version} of the weights holds {arrived} of the {held.placement.counts[rank]} values of tensor '{name}' "
@@ -125,28 +126,12 @@ def _check_complete(labels: Sequence[Label]) -> int:
     return version
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """What two boxes have in common."""
-
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def of(self, name: str) -> Piece:
-        return Piece(name, self.start, self.shape, -1)
-
-    def inside(self, box: Box) -> tuple[slice, ...]:
-        bounds = zip(self.start, self.shape, box.offsets, strict=True)
-        return tuple(slice(start - first, start - first + length) for start, length, first in bounds)
-
-
-def _share(wanted: Box, held: Box | None) -> _Shared | None:
-    if held is None:
-        return None
+def _intersect(name: str, wanted: Box, held: Box) -> Piece | None:
+    """What two boxes of a tensor have in common."""
     start = tuple(map(max, wanted.offsets, held.offsets))
     ends = (tuple(map(sum, zip(box.offsets, box.shape, strict=True))) for box in (wanted, held))
     shape = tuple(min(end) - first for *end, first in zip(*ends, start, strict=True))
-    return _Shared(start, shape) if all(length > 0 for length in shape) else None
+    return Piece(name, start, shape, -1) if all(length > 0 for length in shape) else None
 
 
 def write_packet(packet: Packet, directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -54,7 +55,7 @@ class Sources:
 
     def read(self, piece: Piece) -> Tensor | tuple[Computed, Slices]:
         """A view of the live part, or what computes it."""
-        slices = _find_slices(piece, self._layout.tensors[piece.tensor].placement.offsets[self._rank].tolist())
+        slices = find_slices(piece, self._layout.tensors[piece.tensor].placement.offsets[self._rank].tolist())
         part = self._parts[piece.tensor]
         return part[slices] if isinstance(part, Tensor) else (part, slices)
 
@@ -69,23 +70,22 @@ class Targets:
         """A view of the storage."""
         held = self._layout.tensors[piece.tensor]
         origin = held.placement.offsets[self._rank] - held.at[self._rank]
-        return self._buffers[held.buffer][_find_slices(piece, origin.tolist())]
+        return self._buffers[held.buffer][find_slices(piece, origin.tolist())]
 
     def find_dtype(self, piece: Piece) -> torch.dtype:
         """In which the piece travels."""
         return self._layout.tensors[piece.tensor].dtype
 
 
-def _find_slices(piece: Piece, origin: Sequence[int]) -> Slices:
+def find_slices(piece: Piece, origin: Sequence[int]) -> Slices:
+    """The piece in a tensor that begins at `origin` of the whole one."""
     bounds = zip(piece.start, piece.shape, origin, strict=True)
     return tuple(slice(start - first, start - first + length) for start, length, first in bounds)
 
 
 def find_staged(staging: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
     """The piece's place in a staging buffer of bytes."""
-    num_bytes = dtype.itemsize
-    for length in piece.shape:
-        num_bytes *= length
+    num_bytes = math.prod(piece.shape) * dtype.itemsize
     return staging[piece.offset : piece.offset + num_bytes].view(dtype).view(piece.shape)
 
 

@@ -133,7 +133,7 @@ def _plan_whole(source: WeightLayout, target: WeightLayout, nodes: Ints, piece_b
 
 
 def align(num_bytes: Ints) -> Ints:
-    """Rounded up to whole pieces."""
+    """Each rounded up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -124,7 +124,7 @@ def compare(
 
     What it cannot see: a weight that is left out while updates are still smaller than that, as in the first steps at a learning rate of
     1e-6; in bfloat16 small biases of queries and keys, which the softmax all but cancels; rows of an embedding that no token of the probe
-    uses. `iter_moved` takes the first of these away.
+    uses. Where `iter_moved` comes before the first sync, the first of these is seen too.
     """
     lengths = [len(row) for row in trainer]
     if lengths != [len(row) for row in rollout] or not sum(lengths):
@@ -170,8 +170,9 @@ def check_probe(result: ProbeResult, version: int) -> None:
 def iter_moved(weights: Iterable[tuple[str, Tensor]], seed: int, scale: float = 0.3) -> Iterator[tuple[str, Tensor]]:
     """Copies of weights, each moved by noise of `scale` times its own RMS.
 
-    Sent before the first version of a run, and then the true ones: from then on every tensor at the rollout is far from what it should be
-    unless the sync has reached it, so the probe sees what the sync leaves out even where training moves weights by less than rounding.
+    To be sent before the first true version: from then on every tensor at the rollout is far from what it should be unless the sync has
+    reached it, so the probe sees what the sync leaves out even where training moves weights by less than rounding. Tests of a sync do
+    so; a run does not.
     """
     for index, (name, weight) in enumerate(weights):
         generator = torch.Generator(weight.device).manual_seed(seed + index)

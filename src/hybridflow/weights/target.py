@@ -19,6 +19,15 @@ class TornWeightsError(HybridflowError, RuntimeError):
     """A transfer broke off, and the storages hold some of one version and some of another."""
 
 
+def refuse_older(version: int, here: int) -> None:
+    """Raises VersionError for a version that is older than the one that is here."""
+    if version < here:
+        raise VersionError(
+            f"version {version} of the weights was offered, but version {here} is here already and stays; after a return to "
+            "older weights call forget() first"
+        )
+
+
 class TargetWeights:
     """Storages by name, which keep their addresses, and the version in them.
 
@@ -29,9 +38,9 @@ class TargetWeights:
     version:    the last that came whole; None: none has yet.
     """
 
-    def __init__(self, buffers: Mapping[str, Tensor], *, keeps_last: bool = False, version: int | None = None) -> None:
+    def __init__(self, buffers: Mapping[str, Tensor], *, keeps_last: bool = False) -> None:
         self.buffers = {name: buffer.detach() for name, buffer in buffers.items()}
-        self.version = version
+        self.version: int | None = None
         self._keeps_last = keeps_last
         self._arriving: dict[str, Tensor] = {}
         self._torn = ""
@@ -45,11 +54,8 @@ class TargetWeights:
 
     def check_version(self, version: int) -> None:
         """Raises VersionError for one that is older than what is here; the same one may come again."""
-        if self.version is not None and version < self.version:
-            raise VersionError(
-                f"version {version} of the weights was offered, but version {self.version} is here already and stays; after a return to "
-                "older weights call forget() first"
-            )
+        if self.version is not None:
+            refuse_older(version, self.version)
 
     def forget(self) -> None:
         """Takes any version from here on, such as an older one after a restored snapshot."""

@@ -28,11 +28,11 @@ class Decoding:
 
     def run(self, abort: threading.Event) -> None:
         """Until other rows should be seated, nothing is left to do, or `abort` is set; all that was launched is booked."""
-        first_steps = self._reserve_first()
+        # It may take the blocks of running rows, so it comes before these are seated.
+        steps = self._reserve_first()
         rows = self._scheduler.running.copy()
         self._seat(rows)
         under_way: Window | None = None
-        steps = first_steps
         while steps and not abort.is_set():
             launched = self._decoder.launch(steps, self._scheduler.block_table[rows])
             if under_way is not None:

@@ -1,6 +1,6 @@
 """Counter-based draws: the uniform of a token is a pure function of who is being sampled and where.
 
-Letters: S sequences.
+Dimensions: S sequences.
 """
 
 from __future__ import annotations

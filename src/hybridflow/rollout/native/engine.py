@@ -1,6 +1,6 @@
 """The native engine: continuous batching over a paged KV cache, on the trainer's own model object.
 
-Letters: T packed tokens of a pass, B sequences of a pass, R rows that draw a token, P prompts.
+Dimensions: T packed tokens of a pass, R rows that draw a token, P prompts, D model.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ class _Job:
 class NativeEngine:
     """Generates with the model it is given, without a copy of its weights; implements `RolloutEngine`.
 
-    A group's prompt is computed once. When blocks run out, the youngest row is preempted and computed again later; a
-    draw depends on (seed, step, group, sample, position) alone, so it comes out the same.
+    A group's prompt is computed once, and so is what prompts of a call begin with alike. When blocks run out, the youngest
+    row is preempted and computed again later; a draw depends on (seed, step, group, sample, position) alone, so it comes
+    out the same. On a GPU decoding runs by graphs (`GraphDecoder`), elsewhere step by step (`StepDecoder`).
     """
 
     def __init__(
@@ -85,6 +86,18 @@ class NativeEngine:
         self._graphs: GraphDecoder | None = None
         self._is_prepared = False
         self._turns = Turns()
+
+    def prepare(self) -> None:
+        """Lays the weights where they stay from here on; the first `generate` does so where nobody has.
+
+        Not in the constructor, since a trainer may still put an adapter into the model. Whoever keeps addresses of weights calls it first.
+        """
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        if self.settings.cuda_graphs and can_capture(self.model):
+            self._fused = FusedLayers(self.model) if serves(self.model) else None
+            self._graphs = GraphDecoder(self.model, self._fused)
 
     def generate(self, prompts: Batch, sampling: SamplingParams, *, step: int) -> Batch:
         """Samples of each prompt; see `RolloutEngine.generate`."""
@@ -125,6 +138,9 @@ class NativeEngine:
         """Ends a running `generate` after its present step; without one it does nothing."""
         self._turns.aborting.set()
 
+    def close(self) -> None:
+        """Nothing runs outside this process."""
+
     def _prefill(self, job: _Job, step: Step) -> None:
         """Feeds prompts, and rows that lost their blocks, to the model; rows whose prompt is complete draw their first token."""
         hidden_TD = self._compute_states(job, step)
@@ -159,13 +175,10 @@ class NativeEngine:
             return draw(self.model, hidden_RD, job.keys[rows], positions, job.sampling)
         keys_R, positions_R = self._to_device(np.stack([job.keys[rows], positions]))
         sampling = job.sampling
-        drawn = draw_on_device(
-            *(self.model, hidden_RD, keys_R, positions_R, sampling.temperature),
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
+        tokens_R, logprobs_R = draw_on_device(
+            self.model, hidden_RD, keys_R, positions_R, sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
         )
-        tokens, logprobs = (part.cpu().numpy() for part in drawn)
-        return tokens.astype(np.int32), logprobs
+        return tokens_R.cpu().numpy().astype(np.int32), logprobs_R.cpu().numpy()
 
     def _packed_input(self, job: _Job, step: Step) -> tuple[Tensor, Tensor]:
         owners_T = np.repeat(step.sequences, step.counts)
@@ -214,16 +227,6 @@ class NativeEngine:
         decoder = self._build_decoder(cache, sampling, stops, sequences)
         decoding = Decoding(scheduler, stops, decoder, keys_R)
         return _Job(sequences, scheduler, stops, sampling, keys_R, cache, decoding)
-
-    def prepare(self) -> None:
-        """Lays the weights where they stay from here on. Comes by itself with the first `generate`, when a trainer has put its adapter into
-        the model; whoever holds on to addresses of weights before that calls it first."""
-        if self._is_prepared:
-            return
-        self._is_prepared = True
-        if self.settings.cuda_graphs and can_capture(self.model):
-            self._fused = FusedLayers(self.model) if serves(self.model) else None
-            self._graphs = GraphDecoder(self.model, self._fused)
 
     def _build_decoder(
         self, cache: PagedKVCache, sampling: SamplingParams, stops: StopRules, sequences: Sequences

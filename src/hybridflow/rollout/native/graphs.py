@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.models import BLOCK_SIZE, LanguageModel, PagedKVCache
-from hybridflow.models.attention import AttentionForm
+from hybridflow.models.attention import AttentionForm, layer_index
 from hybridflow.models.head_passes import scale_logits
 from hybridflow.rollout.native.draws import compute_uniforms
 from hybridflow.rollout.native.layers import FusedLayers
@@ -41,8 +41,9 @@ def can_capture(model: LanguageModel) -> bool:
 
 def round_seats(count: int) -> int:
     """Seats of the graph that serves so many rows: 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, ..."""
-    power = max(_LEAST_SEATS, 1 << (count - 1).bit_length()) if count else _LEAST_SEATS
-    return power * 3 // 4 if count <= power * 3 // 4 and power > _LEAST_SEATS else power
+    power = _round_to_power(count, _LEAST_SEATS)
+    between = power * 3 // 4
+    return between if count <= between and power > _LEAST_SEATS else power
 
 
 @dataclass(frozen=True)
@@ -135,16 +136,19 @@ class GraphDecoder:
         most_seats: int,
         longest: int,
     ) -> None:
-        """Before a call: where keys and values go, how tokens are drawn and which of them end a row.
+        """Before a `generate` call: where keys and values go, how tokens are drawn and which of them end a row.
 
-        stop_ids:   token ids. most_seats, longest: of the rows of this call, the latter in tokens.
+        stop_ids:   [n] int64, tokens that end a row.
+        most_seats: rows of this call that decode at a time, at most.
+        longest:    tokens of its longest row, at most.
         """
-        seats, blocks = round_seats(most_seats), _round_up(-(-longest // BLOCK_SIZE), _LEAST_BLOCKS)
+        seats, blocks = round_seats(most_seats), _round_to_power(-(-longest // BLOCK_SIZE), _LEAST_BLOCKS)
         moved = self._fused is not None and self._fused.reach(longest)
         state = self._state
+        # Attention launches programs for all that a table can hold, so one far too wide is built anew as well.
         fits = state is not None and state.tables.shape[0] >= seats and blocks <= state.tables.shape[1] <= 4 * blocks
         if moved or not fits or cache is not self._cache:
-            self._forget_graphs()
+            self._graphs.clear()
             if not fits:
                 self._state = _State.build(seats, blocks, self._model.device)
         self._cache, self._idle_slot = cache, idle_slot
@@ -154,11 +158,8 @@ class GraphDecoder:
 
     def release(self) -> None:
         """Gives back all memory on the device but that of the weights; `prepare` takes it again."""
-        self._forget_graphs()
-        self._cache = self._state = None
-
-    def _forget_graphs(self) -> None:
         self._graphs.clear()
+        self._cache = self._state = None
 
     def seat(self, seats: Seats) -> None:
         """See `Decoder`."""
@@ -265,7 +266,7 @@ class _CachedAttention:
         self, module: nn.Module, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm
     ) -> Tensor:
         """Stores keys and values, then attends."""
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        layer = layer_index(module)
         self.cache.write(layer, self.slots_B, key_TNK, value_TNK)
         return self.attend_stored(layer, module, query_THK, None, None, form)
 
@@ -316,5 +317,6 @@ def draw_on_device(
     return sample_tokens(logits_BV, uniforms_B, top_k=top_k, top_p=top_p)
 
 
-def _round_up(count: int, least: int) -> int:
+def _round_to_power(count: int, least: int) -> int:
+    """The power of two at or above it, and `least` at least."""
     return max(least, 1 << (count - 1).bit_length())

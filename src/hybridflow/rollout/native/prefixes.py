@@ -1,7 +1,4 @@
-"""Which prompts of a call begin alike, block by block, and which of these blocks are in the KV cache.
-
-Letters: P prompts.
-"""
+"""Which prompts of a call begin alike, block by block, and which of these blocks are in the KV cache."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """From logits to one token a sequence and its log-probability under the distribution it was drawn from.
 
-Letters: S sequences, V vocabulary, K tokens of the top-k.
+Dimensions: S sequences, V vocabulary, K tokens of the top-k.
 """
 
 from __future__ import annotations

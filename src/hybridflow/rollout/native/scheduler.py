@@ -38,9 +38,9 @@ class Scheduler:
     """Continuous batching over a bounded number of blocks.
 
     Invariants: a running row and an opened prompt hold all blocks that the tokens they are about to be fed need;
-    a row shares its prompt's full blocks and has its own copy of the last partial one; prompts that begin alike share the full blocks of
-    what they have in common, which one of them computes first; at most `max_sequences` rows
-    run; a pass over prompts feeds at most `prefill_tokens` tokens; a finished row holds nothing.
+    a row shares its prompt's full blocks and has its own copy of the last partial one; prompts that begin alike share
+    the full blocks of what they have in common, which one of them computes first; at most `max_sequences` rows run; a
+    pass over prompts feeds at most `prefill_tokens` tokens; a finished row holds nothing.
     """
 
     def __init__(
@@ -74,8 +74,10 @@ class Scheduler:
         return self._plan_prefill()
 
     def take_copies(self) -> np.ndarray:
-        """[C, 2] token slots of the cache to be copied before anything else runs, from and to; to be asked after each
-        `schedule_prefill`."""
+        """Token slots of the cache to be copied before anything else runs; to be asked after each `schedule_prefill`.
+
+        returns: [n, 2] int64, from and to.
+        """
         copies, self._copies = self._copies, _NO_COPIES
         return copies
 
@@ -147,12 +149,15 @@ class Scheduler:
             return
         rows = rows[: self._count_admissible(rows)]
         prompts = self._prompts_of(rows)
-        closed = self._share_prefixes(np.unique(prompts[self.num_blocks[prompts] == 0]))
-        self._give_blocks(closed, self._blocks_for(self.sequences.length[closed]) - self.num_blocks[closed])
+        ready = self._share_prefixes(np.unique(prompts[self.num_blocks[prompts] == 0]))
+        self._give_blocks(ready, self._blocks_for(self.sequences.length[ready]) - self.num_blocks[ready])
         self._start(rows[self.cached[prompts] == self.sequences.length[prompts]])
 
     def _share_prefixes(self, prompts: np.ndarray) -> np.ndarray:
-        """Gives prompts the blocks that are there of what they begin with. returns: those that can be computed now, the others wait."""
+        """Gives prompts the blocks that are there of what they begin with.
+
+        returns: those that can be computed now; the others wait for a prompt that begins alike.
+        """
         waiting = []
         for prompt in self._begin_alike(prompts):
             blocks = self._prefixes.match(prompt - self.sequences.num_rows)

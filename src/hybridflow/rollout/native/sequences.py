@@ -1,6 +1,6 @@
 """What is known of every sequence of one `generate` call, as arrays over sequences.
 
-Letters: R rows, P prompts, W tokens of the longest row.
+Dimensions: R rows, P prompts, W tokens of the longest row.
 """
 
 from __future__ import annotations
