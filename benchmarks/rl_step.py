@@ -5,7 +5,8 @@
 
 Random weights of the real shape, prompts of equal length, responses that go to their limit, a reward that costs nothing (the share of even
 tokens). hybridflow: generation and training on one set of bfloat16 weights over float32 masters; the rollout's own log-probabilities are
-the old ones. TRL: bfloat16 weights and moments, `vllm=1` its colocated vLLM, else Transformers' `generate`; `micro` rows at a time.
+the old ones; `share=1` computes the prompt of a group once in the update. TRL: bfloat16 weights and moments, `vllm=1` its colocated vLLM,
+else Transformers' `generate`; `micro` rows at a time.
 Prints seconds by phase of the fastest step after the warm-up, and tokens a second over the whole step, prompts and responses counted.
 """
 
@@ -39,6 +40,7 @@ class Case:
     steps: int = 3
     budget: int = 65536
     compile: int = 1
+    share: int = 0
     vllm: int = 0
     micro: int = 32
     busy: int = 0
@@ -84,7 +86,10 @@ def run_hybridflow(case: Case) -> dict[str, Any]:
 
     model = build_model(case.shape, DEVICE, torch.bfloat16)
     settings = TrainSettings(
-        micro_batch_tokens=case.budget, compile=bool(case.compile), optimizer=OptimizerSettings(lr=1e-6)
+        micro_batch_tokens=case.budget,
+        compile=bool(case.compile),
+        share_prompts=bool(case.share),
+        optimizer=OptimizerSettings(lr=1e-6),
     )
     trainer = TrainEngine(model, settings)
     rows = case.prompts * case.samples

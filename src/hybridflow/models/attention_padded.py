@@ -181,7 +181,8 @@ class SharedPlan:
     def __init__(self, lengths: np.ndarray, keys: SharedKeys, device: torch.device) -> None:
         self.index_C = to_device(keys.index_C.numpy(), device)
         held = keys.lengths
-        bucket_rows = plan_buckets(held)
+        # Alike in what they ask and in what they hold: a trunk's queries are many, those of a branch few, and the keys of both as many.
+        bucket_rows = [rows[alike] for rows in plan_buckets(lengths) for alike in plan_buckets(held[rows])]
         self.queries, self.keys = (RowPadding(part, bucket_rows, device) for part in (lengths, held))
         self.positions = [
             _place(lengths[rows], held[rows], queries.length, device)
