@@ -127,6 +127,11 @@ def run_hybridflow(case: Case, prompts: np.ndarray, responses: np.ndarray) -> li
         assert tokens == responses.tolist(), "every row has the length that it was given"
 
     seconds = time_calls(case, call)
+    report = engine.report
+    print(
+        f"{report.steps} steps, {report.live_steps / report.seat_steps:.0%} of their seats taken; the slowest tenth of rows cost "
+        f"{report.tail_seconds / report.seconds:.0%} of the call's time"
+    )
     if case.profile:
         profile(lambda: call(0))
     return seconds

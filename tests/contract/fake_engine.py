@@ -15,7 +15,7 @@ from hybridflow.rollout.base import WatchedWeights, check_prompts
 from hybridflow.rollout.native.draws import compute_uniforms
 from hybridflow.rollout.requests import Request, RequestPlan, Sample, build_batch, plan_requests, read_served_model
 from hybridflow.rollout.turns import Turns
-from hybridflow.types import SamplingParams
+from hybridflow.types import Metrics, SamplingParams
 
 FAULTS = (
     "logprobs before temperature", "top-p before top-k", "greedy draws", "one seed for a group", "seed of the call", "first stop id alone",
@@ -80,6 +80,10 @@ class FakeEngine:
     def abort(self) -> None:
         if self._fault != "deaf to abort":
             self._turns.aborting.set()
+
+    def metrics(self) -> Metrics:
+        """Nothing."""
+        return {}
 
     def close(self) -> None:
         pass

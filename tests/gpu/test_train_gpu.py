@@ -94,6 +94,34 @@ def test_gradient_is_the_same_for_every_split(dtype: torch.dtype, tolerance: flo
     assert relative_gap(rows, whole) < tolerance
 
 
+@pytest.mark.parametrize(
+    ("dtype", "compiled", "tolerance"),
+    [(torch.float32, False, 1e-4), (torch.bfloat16, False, 0.03), (torch.bfloat16, True, 0.05)],
+)
+def test_shared_prompts_leave_the_gradient_as_it_is(dtype: torch.dtype, compiled: bool, tolerance: float) -> None:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB, length) for length in (700, 90, 33)]
+    tokens = [
+        np.concatenate([prompt, rng.integers(0, VOCAB, rng.integers(1, 200))]).astype(np.int32)
+        for prompt in prompts
+        for _ in range(5)
+    ]
+    begins = [len(prompt) for prompt in prompts for _ in range(5)]
+    batch = Batch.from_columns(
+        tokens=tokens,
+        loss_mask=[(np.arange(len(row)) >= begin).astype(np.uint8) for row, begin in zip(tokens, begins, strict=True)],
+        state=np.zeros(len(tokens), dtype=np.int8),
+    )
+    model = build_model(dtype)
+    plain, shared = (
+        flat_gradient(
+            build_engine(model, micro_batch_tokens=4096, share_prompts=share, compile=compiled), batch, SFTLoss()
+        )
+        for share in (False, True)
+    )
+    assert relative_gap(shared, plain) < tolerance
+
+
 @pytest.mark.parametrize(("compiled", "tolerance"), [(False, 1e-3), (True, 0.1)])
 def test_log_prob_starts_the_ratio_at_one(compiled: bool, tolerance: float) -> None:
     """Compiled, a pass without gradient is another program than one with, and bfloat16 rounds elsewhere."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from hybridflow.roles.policy import ModelSettings, ModelSpec
 from hybridflow.roles.shares import split_rows
 from hybridflow.runtime.api import Seat
 from hybridflow.train_engine import OptimizerSettings, ParallelConfig, TrainSettings, compute_model_work
-from hybridflow.types import RowState, merge_metrics
+from hybridflow.types import RowState, SamplingParams, merge_metrics
 from hybridflow.weights.probe import ProbeError
 
 MODEL = {
@@ -119,7 +120,7 @@ def refresh_without(place: Place, spec: ActorSpec) -> tuple[str, dict[str, float
     worker.refresh()
     train(worker, 2)
     worker.refresh()
-    told = {name: metric.value for name, metric in merge_metrics(worker._sync_metrics).items()}
+    told = {name: metric.value for name, metric in merge_metrics(worker._rollout_metrics).items()}
     sync = worker._sync
     assert sync is not None
     switch = sync.push(worker.version)
@@ -152,6 +153,38 @@ def test_weights_that_nothing_can_be_generated_with_stop_the_run(tokenizer: str,
     for message in messages:
         assert message.startswith("version 2 of the weights cannot be generated with: prompt 0 of the probe failed (")
         assert "are not finite" in message
+
+
+def follow_updates(place: Place, spec: ActorSpec, updates: int) -> tuple[list[set[int]], int, list[float]]:
+    """Versions in the samples after each update, how many of them were probed, and MiB in use after each."""
+    worker = build_worker(place, spec)
+    prompts = Batch.from_columns(group_id=[0, 1], prompt_tokens=[[5, 6, 7], [8, 9, 3, 4]])
+    sampling = SamplingParams(max_new_tokens=6, samples_per_prompt=2)
+    versions, memory, probed = [], [], 0
+    for step in range(updates):
+        worker.refresh()
+        samples = worker.rollout_engine.generate(prompts, sampling, step=step)
+        versions.append(set(samples.numpy("policy_version_min")) | set(samples.numpy("policy_version_max")))
+        probed += sum("probe/max_gap" in told for told in worker._rollout_metrics)
+        train(worker, 1)
+        memory.append(read_rss() / 2**20)
+    worker.close()
+    return versions, probed, memory
+
+
+def read_rss() -> int:
+    """Bytes resident, after what Python and the allocator can give back."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_fifty_updates_leave_no_stale_token_and_no_memory(tokenizer: str, tmp_path: Path) -> None:
+    spec = spec_of(tokenizer, ParallelConfig(shard=2))
+    for versions, probed, memory in run_ranks(2, follow_updates, spec, 50, directory=tmp_path, timeout_s=100.0):
+        assert versions == [{version} for version in range(50)]
+        assert probed == 50
+        # A copy of this model is 0.2 MiB; fifty of them would be 10.
+        assert memory[-1] - memory[9] < 4.0, memory
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(shard=2), ParallelConfig(tp=2)], ids=str)

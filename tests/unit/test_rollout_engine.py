@@ -226,3 +226,27 @@ def test_fast_mode_agrees_with_exact_mode_within_rounding(own_model, tokenizer, 
         atol=1e-4,
         rtol=0,
     )
+
+
+def test_the_report_says_how_full_steps_were_and_what_the_slowest_rows_cost(exact_model, tokenizer):
+    batch = Batch.from_columns(group_id=list(range(10)), prompt_tokens=[[5, 6, 7]] * 10)
+    engine = NativeEngine(exact_model, tokenizer)
+    assert engine.metrics() == {}
+    sampling = SamplingParams(max_new_tokens=11, ignore_eos=True)
+    start = engine._start
+
+    def start_with_limits(*args):
+        job = start(*args)
+        job.sequences.max_length[:10] = 3 + np.array([3] * 9 + [11])
+        return job
+
+    engine._start = start_with_limits
+    engine.generate(batch, sampling, step=0)
+    report = engine.report
+    # Ten rows draw two tokens each after the prompt's, then one alone eight more.
+    assert (report.prefill_tokens, report.steps, report.live_steps) == (30, 10, 28)
+    assert 28 <= report.seat_steps <= 100 and report.preemptions == 0
+    assert 0.2 < report.tail_seconds / report.seconds < 1.0
+    told = engine.metrics()
+    assert told["speed/rollout_occupancy"].value == pytest.approx(28 / report.seat_steps)
+    assert told["speed/rollout_prefill_tokens"].value == 30

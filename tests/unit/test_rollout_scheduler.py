@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from hybridflow.rollout.native.decoding import Decoding
 from hybridflow.rollout.native.prefixes import find_shared_prefixes
+from hybridflow.rollout.native.report import RolloutReport
 from hybridflow.rollout.native.scheduler import Scheduler, plan_num_blocks
 from hybridflow.rollout.native.seats import Seats
 from hybridflow.rollout.native.sequences import Finish, Sequences
@@ -112,7 +113,8 @@ def simulate(
     ends = np.minimum(sequences.prompt_length[:num_rows] + responses, sequences.max_length[:num_rows])
     stops = FakeStops(ends)
     decoder = FakeDecoder(cache, ends, np.zeros(num_rows, np.bool_) if unseen is None else unseen, max_steps, ahead)
-    decoding = Decoding(scheduler, stops, decoder, np.arange(num_rows))
+    report = RolloutReport(num_rows)
+    decoding = Decoding(scheduler, stops, decoder, np.arange(num_rows), report)
     passes = 0
     while sequences.num_unfinished:
         step = scheduler.schedule_prefill()
@@ -138,6 +140,7 @@ def simulate(
     for row in range(num_rows):
         assert (sequences.tokens[row, sequences.prompt_length[row] : ends[row]] == row).all()
     assert scheduler.allocator.num_free == num_blocks, "every block comes back"
+    assert (report.steps, report.seat_steps - report.live_steps) == (decoder.num_steps, decoder.num_idle)
     return passes - 1 + decoder.num_steps, scheduler.num_preemptions
 
 

@@ -96,7 +96,7 @@ class ActorWorker(GeneratorWorker):
         together = ALONE if self._shares_weights else self.ranks
         self._probe = SyncProbe(self.train_engine, together, seed=spec.model.seed)
         self._syncs_since_probe = SHARED_SYNCS_PER_PROBE - 1
-        self._sync_metrics: list[Metrics] = []
+        self._rollout_metrics: list[Metrics] = []
         self.version = 0
         self._failed_steps = 0
         self._told_failures = False
@@ -141,13 +141,13 @@ class ActorWorker(GeneratorWorker):
         # Ranks of one data index have the same rows.
         counted = [prepared.metrics] if prepared and not (at.sequence or at.tensor) else []
         version: Metrics = {} if self.ranks.rank else {"policy/version": last(self.version)}
-        syncs, self._sync_metrics = self._sync_metrics, []
+        syncs, self._rollout_metrics = self._rollout_metrics, []
         return merge_metrics([*counted, *metrics, *syncs, version])
 
     def _follow(self) -> None:
         """Lets the rollout know that the weights which it shares are of a new version."""
         self.rollout_engine.load_weights(self.version)
-        self._sync_metrics.append(self._same_storage.push(self.version).metrics())
+        self._rollout_metrics.append(self._same_storage.push(self.version).metrics())
         self._syncs_since_probe += 1
 
     def before_rollout(self) -> None:
@@ -155,7 +155,11 @@ class ActorWorker(GeneratorWorker):
         `SHARED_SYNCS_PER_PROBE`."""
         if self._shares_weights and self._syncs_since_probe >= SHARED_SYNCS_PER_PROBE:
             self._syncs_since_probe = 0
-            self._sync_metrics.append(self._probe.check(self.rollout_engine, self.version))
+            self._rollout_metrics.append(self._probe.check(self.rollout_engine, self.version))
+
+    def after_rollout(self) -> None:
+        """What it cost is told with the next update."""
+        self._rollout_metrics.append(self.rollout_engine.metrics())
 
     def _make_room(self) -> None:
         """Lets an engine with weights of its own on this device sleep until `refresh`, which sends it the weights anew; and one that
@@ -199,7 +203,7 @@ class ActorWorker(GeneratorWorker):
             if self._sync is None and not self._spec.rollout.keeps_weights:
                 self._sync = self._build_copy()
             self._send()
-            self._sync_metrics.append(self._probe.check(self.rollout_engine, self.version))
+            self._rollout_metrics.append(self._probe.check(self.rollout_engine, self.version))
         self._copied_version = self.version
 
     def _build_copy(self) -> WeightSync:
@@ -224,7 +228,7 @@ class ActorWorker(GeneratorWorker):
             switch = self._sync.push(self.version)
             self._sync.target.check_whole()
             self.rollout_engine.load_weights(self.version)
-        self._sync_metrics.append(switch.metrics())
+        self._rollout_metrics.append(switch.metrics())
 
     def weights(self, wanted: bool = True) -> Weights:
         """The weights as generators take them, an adapter merged in. A collective where the model is in parts; `wanted` from one rank."""

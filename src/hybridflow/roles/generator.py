@@ -28,10 +28,15 @@ class GeneratorWorker:
             given = ((name, carried.tensor()) for name, carried in weights.tensors.items())
             self.rollout_engine.load_weights(weights.version, given)
         self.before_rollout()
-        return cut_rollout(self.rollout_engine.generate(prompts, sampling, step=step), sizes)
+        samples = self.rollout_engine.generate(prompts, sampling, step=step)
+        self.after_rollout()
+        return cut_rollout(samples, sizes)
 
     def before_rollout(self) -> None:
         """Nothing; what a worker that also trains sees to first. The verb is called as this class's function, so it has no override."""
+
+    def after_rollout(self) -> None:
+        """The same, once the samples are there."""
 
     def close(self) -> None:
         """Ends what the engine runs outside this process."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hybridflow.batch import Batch
 from hybridflow.config import ConfigError, HybridflowError
-from hybridflow.types import RowState, SamplingParams
+from hybridflow.types import Metrics, RowState, SamplingParams
 
 ROLLOUT_COLUMNS = (
     "sample_id", "tokens", "loss_mask", "rollout_logprobs", "response", "policy_version_min", "policy_version_max",
@@ -69,6 +69,10 @@ class RolloutEngine(Protocol):
 
     def abort(self) -> None:
         """Ends the generation that runs now, from another thread: rows come back as far as they are, marked 'abort'."""
+        ...
+
+    def metrics(self) -> Metrics:
+        """What the last `generate` cost, for the run's log; nothing where the engine does not say."""
         ...
 
     def close(self) -> None:

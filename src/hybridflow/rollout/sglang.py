@@ -26,7 +26,7 @@ from hybridflow.rollout.requests import (
     read_served_model,
 )
 from hybridflow.rollout.turns import Turns
-from hybridflow.types import SamplingParams
+from hybridflow.types import Metrics, SamplingParams
 
 _BUCKET_BYTES = 512 * 1024**2
 
@@ -101,6 +101,10 @@ class SglangEngine:
         """Ends a running `generate`."""
         self._turns.aborting.set()
         self._engine.tokenizer_manager.abort_request(abort_all=True)
+
+    def metrics(self) -> Metrics:
+        """Nothing."""
+        return {}
 
     def close(self) -> None:
         """Ends SGLang's processes."""

@@ -32,7 +32,7 @@ from hybridflow.rollout.requests import (
     read_served_model,
 )
 from hybridflow.rollout.turns import Turns
-from hybridflow.types import SamplingParams
+from hybridflow.types import Metrics, SamplingParams
 
 _BUCKET_BYTES = 256 * 1024**2
 _CPU_CACHE_BYTES = 1024**3
@@ -145,6 +145,10 @@ class VllmEngine:
     def abort(self) -> None:
         """Ends a running `generate` after vLLM's present step."""
         self._turns.aborting.set()
+
+    def metrics(self) -> Metrics:
+        """Nothing."""
+        return {}
 
     def close(self) -> None:
         """Ends vLLM's own processes, where it has any."""

@@ -29,7 +29,7 @@ from hybridflow.rollout.requests import (
 from hybridflow.rollout.service import RefusedError, Service, ServiceError
 from hybridflow.rollout.turns import Turns
 from hybridflow.rollout.vllm import RECEIVER, VllmSettings
-from hybridflow.types import SamplingParams
+from hybridflow.types import Metrics, SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +97,10 @@ class VllmServiceEngine:
         """Ends a running `generate`: its requests are broken off, upon which the server drops them."""
         self._turns.aborting.set()
         self._service.interrupt()
+
+    def metrics(self) -> Metrics:
+        """Nothing."""
+        return {}
 
     def close(self) -> None:
         """Nothing: the server is not ours to end."""

@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 
+from hybridflow.rollout.native.report import RolloutReport
 from hybridflow.rollout.native.scheduler import Scheduler
 from hybridflow.rollout.native.seats import Decoder, Seats, Window
 from hybridflow.rollout.native.sequences import Finish
@@ -22,8 +23,11 @@ class Decoding:
     at once: the device does its work in the order of launches, and only later launches read or write them for the new owner.
     """
 
-    def __init__(self, scheduler: Scheduler, stops: StopRules, decoder: Decoder, keys: np.ndarray) -> None:
+    def __init__(
+        self, scheduler: Scheduler, stops: StopRules, decoder: Decoder, keys: np.ndarray, report: RolloutReport
+    ) -> None:
         self._scheduler, self._stops, self._decoder, self._keys = scheduler, stops, decoder, keys
+        self._report = report
         self._sequences = scheduler.sequences
 
     def run(self, abort: threading.Event) -> None:
@@ -85,6 +89,10 @@ class Decoding:
             at = np.flatnonzero((tokens_B >= 0) & (self._sequences.finish[rows] == Finish.NONE))
             self._sequences.append(rows[at], tokens_B[at], logprobs_B[at])
             self._stops.mark_finished(self._sequences, rows[at])
+        self._report.steps += window.steps
+        self._report.seat_steps += tokens_SB.size
+        self._report.live_steps += int(np.count_nonzero(tokens_SB >= 0))
+        self._report.watch(self._sequences.num_unfinished)
         counts = self._sequences.length[rows] - before
         moved = np.flatnonzero(counts)
         self._decoder.stop(moved[self._sequences.finish[rows[moved]] != Finish.NONE])

@@ -23,12 +23,13 @@ from hybridflow.rollout.native.decoding import Decoding
 from hybridflow.rollout.native.draws import compute_keys
 from hybridflow.rollout.native.graphs import GraphDecoder, can_capture, draw_on_device
 from hybridflow.rollout.native.layers import FusedLayers, serves
+from hybridflow.rollout.native.report import RolloutReport
 from hybridflow.rollout.native.scheduler import Scheduler, Step, plan_num_blocks
 from hybridflow.rollout.native.seats import Decoder, StepDecoder, draw
 from hybridflow.rollout.native.sequences import Finish, Sequences
 from hybridflow.rollout.native.stopping import StopRules, collect_eos_ids
 from hybridflow.rollout.turns import Turns
-from hybridflow.types import SamplingParams
+from hybridflow.types import Metrics, SamplingParams
 
 _CPU_CACHE_BYTES = 2 * 1024**3
 _REASONS: dict[int, str] = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort", Finish.FAILED: "abort"}
@@ -63,6 +64,7 @@ class _Job:
     keys: np.ndarray
     cache: PagedKVCache
     decoding: Decoding
+    report: RolloutReport
 
 
 class NativeEngine:
@@ -85,6 +87,7 @@ class NativeEngine:
         self._fused: FusedLayers | None = None
         self._graphs: GraphDecoder | None = None
         self._is_prepared = False
+        self.report = RolloutReport(0)
         self._turns = Turns()
 
     def prepare(self) -> None:
@@ -115,6 +118,8 @@ class NativeEngine:
                     self._prefill(job, prefill)
                 else:
                     job.decoding.run(self._turns.aborting)
+            job.report.end(job.scheduler.num_preemptions)
+            self.report = job.report
             return self._finish(prompts, errors_P, job)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
@@ -138,11 +143,16 @@ class NativeEngine:
         """Ends a running `generate` after its present step; without one it does nothing."""
         self._turns.aborting.set()
 
+    def metrics(self) -> Metrics:
+        """See `RolloutEngine.metrics`."""
+        return self.report.metrics()
+
     def close(self) -> None:
         """Nothing runs outside this process."""
 
     def _prefill(self, job: _Job, step: Step) -> None:
         """Feeds prompts, and rows that lost their blocks, to the model; rows whose prompt is complete draw their first token."""
+        job.report.prefill_tokens += int(step.counts.sum())
         hidden_TD = self._compute_states(job, step)
         last_R = self._to_device(np.cumsum(step.counts)[step.sources] - 1)
         tokens, logprobs = self._draw(job, hidden_TD[last_R], step.rows)
@@ -225,8 +235,9 @@ class NativeEngine:
         eos_ids = collect_eos_ids(self.tokenizer, self.model.module.generation_config)
         stops = StopRules(sampling, eos_ids, self.tokenizer, self.model.vocab_size)
         decoder = self._build_decoder(cache, sampling, stops, sequences)
-        decoding = Decoding(scheduler, stops, decoder, keys_R)
-        return _Job(sequences, scheduler, stops, sampling, keys_R, cache, decoding)
+        report = RolloutReport(sequences.num_unfinished)
+        decoding = Decoding(scheduler, stops, decoder, keys_R, report)
+        return _Job(sequences, scheduler, stops, sampling, keys_R, cache, decoding, report)
 
     def _build_decoder(
         self, cache: PagedKVCache, sampling: SamplingParams, stops: StopRules, sequences: Sequences
