@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from hybridflow.models import LoraSettings
 from hybridflow.roles.actor import ActorSpec, ActorWorker
 from hybridflow.roles.carried import Snapshot, Weights, read_parts, write_snapshot
 from hybridflow.roles.engines import RolloutSettings
+from hybridflow.roles.generator import GeneratorWorker
 from hybridflow.roles.policy import ModelSettings, ModelSpec
 from hybridflow.roles.shares import split_rows
 from hybridflow.runtime.api import Seat
@@ -153,6 +155,35 @@ def test_weights_that_nothing_can_be_generated_with_stop_the_run(tokenizer: str,
     for message in messages:
         assert message.startswith("version 2 of the weights cannot be generated with: prompt 0 of the probe failed (")
         assert "are not finite" in message
+
+
+def send_weights(place: Place, spec: ActorSpec) -> Weights:
+    """What a generator of its own is given after two steps."""
+    worker = build_worker(place, spec)
+    train(worker, 2)
+    weights = worker.weights(place.rank == 0)
+    worker.close()
+    return weights
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2, alpha=4.0)], ids=["all weights", "adapter"])
+def test_a_generator_holds_what_it_is_sent_to_its_trainer(
+    lora: LoraSettings | None, tokenizer: str, tmp_path: Path
+) -> None:
+    spec = spec_of(tokenizer, ParallelConfig(shard=2), lora)
+    weights, _ = run_ranks(2, send_weights, spec, directory=tmp_path, timeout_s=60.0)
+    prompts = Batch.from_columns(group_id=[0], prompt_tokens=[[5, 6, 7]])
+    sampling = SamplingParams(max_new_tokens=4)
+    generator = GeneratorWorker(Seat("rollout", 0, 1), spec.model, RolloutSettings())
+    generator.rollout(prompts, sampling, 0, (1,), weights)
+    assert generator.rollout_engine.version == 2
+    for name in ("model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"):
+        carried = weights.tensors[name]
+        spoilt = {name: dataclasses.replace(carried, data=np.zeros_like(carried.data))}
+        sent = dataclasses.replace(weights, version=3, tensors={**weights.tensors, **spoilt})
+        with pytest.raises(ProbeError, match="version 3 of the weights is not the same on both sides"):
+            generator.rollout(prompts, sampling, 1, (1,), sent)
+        generator.rollout(prompts, sampling, 1, (1,), weights)
 
 
 def follow_updates(place: Place, spec: ActorSpec, updates: int) -> tuple[list[set[int]], int, list[float]]:

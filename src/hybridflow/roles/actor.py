@@ -234,7 +234,7 @@ class ActorWorker(GeneratorWorker):
         """The weights as generators take them, an adapter merged in. A collective where the model is in parts; `wanted` from one rank."""
         with self.ranks.leaving_on_error():
             tensors = {name: CarriedTensor.of(weight) for name, weight in self.train_engine.iter_weights() if wanted}
-        return Weights(self.version, tensors)
+            return Weights(self.version, tensors, self._probe.score())
 
     def save(self, path: Path) -> ShardEntry:
         """Writes what this rank has to write of the training state, and what an export needs beside it; returns the index entry."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridflow.checkpoint import HUGGING_FACE, ShardEntry, intersect, to_slices, write_shard
 from hybridflow.types import Box
+from hybridflow.weights.probe import ProbeScores
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,10 +38,11 @@ class CarriedTensor:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """A policy's weights by name, and their version."""
+    """A policy's weights by name, their version, and what their trainer makes of the probe's rows."""
 
     version: int
     tensors: Mapping[str, CarriedTensor]
+    scores: ProbeScores
 
 
 @dataclass(frozen=True, eq=False)

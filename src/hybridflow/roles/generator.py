@@ -7,6 +7,8 @@ from hybridflow.roles.carried import Weights
 from hybridflow.roles.engines import RolloutSettings, build_engine
 from hybridflow.roles.parts import cut_rollout, name_parts, name_rows
 from hybridflow.roles.policy import ModelSpec, build_policy
+from hybridflow.roles.probing import ReceivedProbe
+from hybridflow.rollout import NativeEngine
 from hybridflow.runtime.api import Group, Pieces, Runtime, Seat
 from hybridflow.types import BatchRef, ChunkRef, Ref, SamplingParams
 
@@ -15,7 +17,9 @@ class GeneratorWorker:
     """A model on its device and the engine that samples from it."""
 
     def __init__(self, seat: Seat, model: ModelSpec, rollout: RolloutSettings) -> None:
+        # The policy itself is not kept: an engine with weights of its own has no need of it.
         self.rollout_engine = build_engine(build_policy(model, seat), rollout, seat)
+        self._received = ReceivedProbe()
 
     def rollout(
         self, prompts: Batch, sampling: SamplingParams, step: int, sizes: tuple[int, ...], weights: Weights | None
@@ -27,10 +31,16 @@ class GeneratorWorker:
         if weights is not None and weights.version != self.rollout_engine.version:
             given = ((name, carried.tensor()) for name, carried in weights.tensors.items())
             self.rollout_engine.load_weights(weights.version, given)
+            self._check_received(weights)
         self.before_rollout()
         samples = self.rollout_engine.generate(prompts, sampling, step=step)
         self.after_rollout()
         return cut_rollout(samples, sizes)
+
+    def _check_received(self, weights: Weights) -> None:
+        # Another engine has the weights in a model of its own.
+        if isinstance(self.rollout_engine, NativeEngine):
+            self._received.check(self.rollout_engine.model, weights.scores, weights.version)
 
     def before_rollout(self) -> None:
         """Nothing; what a worker that also trains sees to first. The verb is called as this class's function, so it has no override."""

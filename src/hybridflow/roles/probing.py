@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridflow.batch import Batch
+from hybridflow.models import LanguageModel
 from hybridflow.rollout import RolloutEngine
 from hybridflow.train_engine import Ranks, TrainEngine
+from hybridflow.train_engine.logprobs import compute_batch_logprobs
 from hybridflow.types import Metrics, RowState
 from hybridflow.weights.probe import (
     TOLERANCES,
     ProbeError,
     ProbePrompts,
+    ProbeScores,
     Tolerance,
     build_probe,
     calibrate,
     check_probe,
+    choose_tolerance,
     compare,
     score_rows,
 )
+
+PROBE_TOKENS = 4096
+"""More than the rows of a probe have together."""
 
 
 class SyncProbe:
@@ -60,12 +68,46 @@ class SyncProbe:
         check_probe(result, version)
         return result.metrics()
 
+    def score(self) -> ProbeScores:
+        """The trainer's log-probabilities of the prompts; a collective where ranks share the model."""
+        rows = self.prompts.rows
+        return ProbeScores(
+            rows, tuple(self._engine.log_prob(_build_rows(rows), 1.0, only_masked=False)), self._engine.model.dtype
+        )
+
     def _agree(self, tokens: list[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
         """What the first rank has sampled: ranks that share a model score the same rows, and rounding may have parted their draws."""
         flat = np.concatenate(tokens)
         every = self._ranks.gather(flat.astype(np.float64).tolist())
         agreed = np.array(every[0]).astype(np.int32)
         return np.split(agreed, np.cumsum([len(row) for row in tokens])[:-1])
+
+
+class ReceivedProbe:
+    """Holds weights that were sent to a generator to what their trainer made of fixed rows: the model scores the same rows."""
+
+    def __init__(self) -> None:
+        self._tolerance: Tolerance | None = None
+
+    def check(self, model: LanguageModel, scores: ProbeScores, version: int) -> None:
+        """Raises ProbeError where the two sides are further apart than rounding explains."""
+        ours = compute_batch_logprobs(
+            model, _build_rows(scores.rows), temperature=1.0, micro_batch_tokens=PROBE_TOKENS, only_masked=False
+        )
+        tolerance = self._tolerance or choose_tolerance(model.dtype, scores.dtype)
+        result = compare(list(scores.logprobs), ours, tolerance)
+        if self._tolerance is None:
+            self._tolerance = calibrate(result)
+            result = replace(result, tolerance=self._tolerance)
+        check_probe(result, version)
+
+
+def _build_rows(rows: Sequence[Sequence[int]]) -> Batch:
+    return Batch.from_columns(
+        tokens=[np.array(row, np.int32) for row in rows],
+        loss_mask=[(np.arange(len(row)) > 0).astype(np.uint8) for row in rows],
+        state=np.full(len(rows), RowState.OK, np.int8),
+    )
 
 
 def _check_states(samples: Batch, version: int) -> None:

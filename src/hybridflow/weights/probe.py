@@ -48,6 +48,18 @@ class ProbePrompts:
         return SamplingParams(temperature=1.0, max_new_tokens=NEW_TOKENS, ignore_eos=True, seed=self.seed)
 
 
+@dataclass(frozen=True, eq=False)
+class ProbeScores:
+    """What one side makes of fixed rows, for another that has no trainer beside it: log-probability of each token, 0 at the first.
+
+    dtype: in which the side computes.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    logprobs: tuple[NDArray[np.float32], ...]
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True)
 class Tolerance:
     """Largest differences of log-probabilities (absolute, nats) that rounding explains: `Tolerance(mean=0.01, max=0.2)`."""
@@ -63,6 +75,11 @@ TOLERANCES = {
 }
 """By the type that both sides compute in. Log-probabilities themselves are float32."""
 _ALLOWANCE, _MOST = 3.0, 10.0
+
+
+def choose_tolerance(*dtypes: torch.dtype) -> Tolerance:
+    """Of sides that compute in these types: that of the coarsest."""
+    return max((TOLERANCES[dtype] for dtype in dtypes), key=lambda tolerance: tolerance.mean)
 
 
 @dataclass(frozen=True)
