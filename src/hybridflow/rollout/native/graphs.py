@@ -21,10 +21,12 @@ from hybridflow.rollout.native.sampler import sample_tokens
 from hybridflow.rollout.native.seats import Seats
 from hybridflow.types import SamplingParams
 
+# Some 10 ms at the smallest models: time enough for the host to book a window, and the end of a row is seen no more than two of them late.
 _MAX_STEPS = 8
 _LEAST_SEATS, _LEAST_BLOCKS = 8, 32
 # Rows that have ended cost a graph little but for its matrix products; a new seating costs the device a few milliseconds of waiting.
 _WAITING_SHARE = 8
+# About twenty sizes for each way of sampling, and a run has two or three ways.
 _MAX_GRAPHS = 64
 
 

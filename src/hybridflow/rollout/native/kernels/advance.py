@@ -18,7 +18,7 @@ _PAGE = tl.constexpr(BLOCK_SIZE)
 _NUM_WARPS = 4
 
 
-class RowState(Protocol):
+class SeatState(Protocol):
     """Rows on the device; int64: tokens, keys, positions, slots; float32: out_logprobs [S, C]; int32: all else.
 
     tokens: newest token. lengths: tokens known. limits: length at which a row ends. live: 1 while it decodes, else 0.
@@ -38,7 +38,7 @@ class RowState(Protocol):
     step: Tensor
 
 
-def prepare_step(state: RowState, num_seats: int, idle_slot: int) -> None:
+def prepare_step(state: SeatState, num_seats: int, idle_slot: int) -> None:
     """Writes position, cache slot and tokens held (the one that is fed included) of the first `num_seats` seats.
 
     A seat without a row is fed at position 0, stores at `idle_slot` and holds nothing.
@@ -52,7 +52,7 @@ def prepare_step(state: RowState, num_seats: int, idle_slot: int) -> None:
     )
 
 
-def finish_step(state: RowState, num_seats: int, tokens_B: Tensor, logprobs_B: Tensor, is_stop_V: Tensor) -> None:
+def finish_step(state: SeatState, num_seats: int, tokens_B: Tensor, logprobs_B: Tensor, is_stop_V: Tensor) -> None:
     """Appends what was drawn to each live row, ends those that it ends, and counts the step.
 
     tokens_B, logprobs_B: [B] int64 and float32. is_stop_V: [V] int32, 1 for tokens that end a row.
