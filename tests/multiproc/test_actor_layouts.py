@@ -214,8 +214,8 @@ def test_fifty_updates_leave_no_stale_token_and_no_memory(tokenizer: str, tmp_pa
     for versions, probed, memory in run_ranks(2, follow_updates, spec, 50, directory=tmp_path, timeout_s=100.0):
         assert versions == [{version} for version in range(50)]
         assert probed == 50
-        # A copy of this model is 0.2 MiB; fifty of them would be 10.
-        assert memory[-1] - memory[9] < 4.0, memory
+        # A copy of this model is 0.2 MiB; forty of them would be 8.
+        assert memory[-1] - memory[9] < 6.0, memory
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(shard=2), ParallelConfig(tp=2)], ids=str)
