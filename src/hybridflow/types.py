@@ -34,6 +34,10 @@ class RowState(enum.IntEnum):
     REJECTED = 3
 
 
+LEAST_TEMPERATURE = 1e-6
+"""Above 0, which takes the most likely token."""
+
+
 @settings
 class SamplingParams:
     """How tokens are drawn, e.g. `SamplingParams(temperature=0.7, max_new_tokens=256, samples_per_prompt=8)`."""
@@ -44,7 +48,7 @@ class SamplingParams:
     """Keeps the smallest set of tokens whose probability reaches this sum; 1 keeps all."""
     top_k: int = Field(default=0, ge=0)
     """Keeps this many of the most likely tokens; 0 keeps all."""
-    max_new_tokens: int = Field(default=128, ge=1)
+    max_new_tokens: int = Field(default=128, ge=1, lt=2**31)
     """Most tokens of a response; a response cut here has finish reason 'length'."""
     stop_strings: tuple[str, ...] = ()
     """Generation stops when the response text holds one of these; the text is cut before it."""
@@ -58,6 +62,11 @@ class SamplingParams:
     """Key of the draws, together with step, group, sample and position; 0 takes the run's own seed."""
 
     def __post_init__(self) -> None:
+        if 0.0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature is {self.temperature:g}, and logits divided by it would overflow; give {LEAST_TEMPERATURE:g} or more, "
+                "or 0 for the most likely token"
+            )
         if "" in self.stop_strings:
             raise ValueError("stop_strings holds an empty string, which every text contains; take it out")
         if any(token_id < 0 for token_id in self.stop_token_ids):

@@ -38,6 +38,10 @@ class FakeEngine:
         self._head = self.module.lm_head.weight.detach().clone()
         self._prefixes: dict[tuple[int, ...], Tensor] = {}
 
+    @property
+    def longest_row(self) -> int:
+        return self.model.context
+
     @torch.inference_mode()
     def generate(self, prompts: Batch, sampling: SamplingParams, *, step: int) -> Batch:
         check_prompts(prompts)

@@ -23,6 +23,7 @@ from hybridflow.roles.engines import RolloutSettings
 from hybridflow.roles.generator import GeneratorWorker
 from hybridflow.roles.policy import ModelSettings, ModelSpec
 from hybridflow.roles.shares import split_rows
+from hybridflow.rollout import NativeSettings
 from hybridflow.runtime.api import Seat
 from hybridflow.train_engine import OptimizerSettings, ParallelConfig, TrainSettings, compute_model_work
 from hybridflow.types import RowState, SamplingParams, merge_metrics
@@ -155,6 +156,28 @@ def test_weights_that_nothing_can_be_generated_with_stop_the_run(tokenizer: str,
     for message in messages:
         assert message.startswith("version 2 of the weights cannot be generated with: prompt 0 of the probe failed (")
         assert "are not finite" in message
+
+
+def probe_alone(place: Place, spec: ActorSpec) -> dict[str, float]:
+    """What one rank's probe finds before a rollout that reaches no other rank, in an engine with little room."""
+    small = dataclasses.replace(spec, rollout=RolloutSettings(native=NativeSettings(kv_cache_tokens=64)))
+    worker = build_worker(place, small)
+    train(worker, 1)
+    if place.rank == 0:
+        worker.before_rollout()
+        scores = worker.weights().scores
+        assert len(scores.rows) == len(scores.logprobs)
+    told = {name: metric.value for name, metric in merge_metrics(worker._rollout_metrics).items()}
+    worker.close()
+    return told
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(sp=2), ParallelConfig()], ids=str)
+def test_a_rank_with_the_whole_model_probes_it_by_itself(
+    parallel: ParallelConfig, tokenizer: str, tmp_path: Path
+) -> None:
+    first, second = run_ranks(2, probe_alone, spec_of(tokenizer, parallel), directory=tmp_path, timeout_s=60.0)
+    assert first["probe/max_gap"] < 1e-6 and "probe/max_gap" not in second
 
 
 def send_weights(place: Place, spec: ActorSpec) -> Weights:

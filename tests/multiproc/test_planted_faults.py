@@ -61,8 +61,9 @@ from transformers import PreTrainedModel
 from hybridflow.algorithms import losses
 from hybridflow.algorithms.losses import LossSum, SFTLoss
 from hybridflow.config import HybridflowError
-from hybridflow.models import LanguageModel, compute_merged
+from hybridflow.models import LanguageModel, Packed, compute_merged
 from hybridflow.train_engine import TrainEngine, micro_batches, packing, ranks, schedule, sequence_parallel
+from hybridflow.train_engine.segments import RowGroup, Segments, build_segments
 from hybridflow.types import Metrics
 
 SFT = Case("tied", "sft, tokens", "idle", micro_batch_tokens=30)
@@ -191,7 +192,12 @@ def plant_unscaled_merge(place: Place) -> None:
 
 def plant_rows_in_one(place: Place) -> None:
     right = packing._build_attention
-    replace_everywhere(right, lambda lengths, *args: right(np.array([lengths.sum()]), *args))
+
+    def faulty(segments: Segments, *args: Any) -> Packed:
+        one = RowGroup((0,))
+        return right(build_segments([one], segments.lengths.sum(keepdims=True)), *args)
+
+    replace_everywhere(right, faulty)
 
 
 def plant_dropout(place: Place) -> None:

@@ -23,6 +23,7 @@ from hybridflow.models.attention_padded import PaddedPlan
 from hybridflow.train_engine import join_ranks, packing, sequence_parallel
 from hybridflow.train_engine.mesh import Layout, Mesh, build_mesh
 from hybridflow.train_engine.packing import PackedRows, Rows, compute_packed_weights, pack_rows, read_rows
+from hybridflow.train_engine.segments import RowGroup
 from hybridflow.train_engine.sequence_parallel import UlyssesPlan
 from hybridflow.types import RowState
 
@@ -122,7 +123,7 @@ def accumulate(
     denominator = compute_denominator(rows.count_masked(), loss.normalization)
     sums, logprobs = torch.zeros(2, dtype=torch.float64), torch.zeros(rows.tokens.size, dtype=torch.float64)
     for chosen in (mine[:2], mine[2:], []):
-        packed = pack(rows, chosen, rows.loss_mask, CPU, mesh.sequence)
+        packed = pack(rows, [RowGroup((row,)) for row in chosen], rows.loss_mask, CPU, mesh.sequence)
         total, weight, values = compute_loss(model, rows, packed, loss)
         (total * scale / denominator).backward()
         sums += torch.stack([total.detach(), weight]).double()

@@ -250,3 +250,14 @@ def test_the_report_says_how_full_steps_were_and_what_the_slowest_rows_cost(exac
     told = engine.metrics()
     assert told["speed/rollout_occupancy"].value == pytest.approx(28 / report.seat_steps)
     assert told["speed/rollout_prefill_tokens"].value == 30
+
+
+@pytest.mark.parametrize("tokens", [None, 64, 96, 160])
+def test_a_row_as_long_as_the_engine_says_fits(exact_model, tokenizer, tokens):
+    engine = NativeEngine(exact_model, tokenizer, NativeSettings(kv_cache_tokens=tokens))
+    longest = engine.longest_row
+    assert longest == (160 if tokens is None else tokens - 32)
+    for prompt in (1, longest // 2, longest - 1):
+        batch = Batch.from_columns(group_id=[0], prompt_tokens=[[5] * prompt])
+        found = engine.generate(batch, SamplingParams(max_new_tokens=longest - prompt, ignore_eos=True), step=0)
+        assert len(found.arrays("tokens")[0]) == longest

@@ -18,8 +18,17 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from hybridflow.algorithms.losses import PolicyLoss, SFTLoss
 from hybridflow.batch import Batch
 from hybridflow.models import fresh_model
+from hybridflow.models.attention import AttentionForm
+from hybridflow.models.attention_padded import SharedPlan
 from hybridflow.train_engine import TrainEngine, TrainSettings
-from hybridflow.train_engine.segments import MIN_TRUNK_TOKENS, RowGroup, add_up, build_segments, find_groups
+from hybridflow.train_engine.segments import (
+    MAX_KEYS_PER_TOKEN,
+    MIN_TRUNK_TOKENS,
+    RowGroup,
+    add_up,
+    build_segments,
+    find_groups,
+)
 from hybridflow.types import RowState
 
 VOCAB = 40
@@ -175,6 +184,32 @@ def test_groups_hold_each_row_once_begin_alike_and_keep_to_the_budget(data: st.D
         for part, row, end in zip(parts, segments.rows, segments.ends, strict=False):
             assert np.array_equal(values[part], tokens[row][:end])
         assert parts[-1].tolist() == list(range(len(values), len(values) + 3))
+
+
+def test_rows_by_themselves_beside_branches_take_no_mask() -> None:
+    """One over all their tokens would grow with the square of a prompt."""
+    groups = [RowGroup((0, 1), 20), RowGroup((2,), 0)]
+    segments = build_segments(groups, np.array([25, 27, 40]))
+    keys = segments.build_keys(padding=0)
+    assert keys is not None
+    plan = SharedPlan(segments.lengths, keys, torch.device("cpu"))
+    form = AttentionForm(0.5)
+    masks = [plan._mask(bucket, form, 2) for bucket in range(len(plan.queries.buckets))]
+    assert [mask is None for mask in masks] == [True, False]
+    assert masks[1] is not None and masks[1].shape[-2:] == (2 * 7, 27)
+    windowed = [plan._mask(bucket, AttentionForm(0.5, window=30), 2) for bucket in range(2)]
+    assert windowed[0] is not None and windowed[1] is not None
+
+
+def test_keys_that_branches_copy_are_bounded_by_what_is_computed() -> None:
+    tokens = np.concatenate([np.arange(104)] * 40).astype(np.int32)
+    scored = np.tile(np.arange(104) >= 101, 40)
+    groups = find_groups(tokens, np.arange(41) * 104, scored, range(40), max_tokens=10_000)
+    for group in groups:
+        segments = build_segments([group], np.full(40, 104))
+        keys = segments.build_keys(padding=0)
+        assert keys is not None and len(keys.index_C) <= MAX_KEYS_PER_TOKEN * segments.lengths.sum()
+    assert 5 <= len(groups) <= 7
 
 
 def test_a_group_that_is_too_large_is_cut_and_each_part_has_the_trunk() -> None:

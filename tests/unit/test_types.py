@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridflow.config import ConfigError
 from hybridflow.types import (
     Call,
     Mark,
@@ -65,3 +66,13 @@ def test_further_stop_ids_come_once() -> None:
 def test_the_run_s_seed_keys_the_draws_unless_sampling_has_its_own() -> None:
     assert SamplingParams().keyed_by(4).seed == 4
     assert SamplingParams(seed=9).keyed_by(4).seed == 9
+
+
+def test_sampling_that_would_overflow_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="temperature is 1e-38, and logits divided by it would overflow; give 1e-06 or more"
+    ):
+        SamplingParams(temperature=1e-38)
+    with pytest.raises(ConfigError, match="max_new_tokens"):
+        SamplingParams(max_new_tokens=2**31)
+    assert SamplingParams(temperature=1e-6, max_new_tokens=2**31 - 1).temperature == 1e-6

@@ -181,8 +181,13 @@ class SharedPlan:
     def __init__(self, lengths: np.ndarray, keys: SharedKeys, device: torch.device) -> None:
         self.index_C = to_device(keys.index_C.numpy(), device)
         held = keys.lengths
-        # Alike in what they ask and in what they hold: a trunk's queries are many, those of a branch few, and the keys of both as many.
-        bucket_rows = [rows[alike] for rows in plan_buckets(lengths) for alike in plan_buckets(held[rows])]
+        # Rows by themselves apart from branches: they are plainly causal, which takes no mask. Branches alike in what they ask and hold.
+        branches, whole = np.flatnonzero(held > lengths), np.flatnonzero(held == lengths)
+        bucket_rows = [whole[alike] for alike in plan_buckets(lengths[whole])]
+        self.num_whole = len(bucket_rows)
+        for asking in plan_buckets(lengths[branches]):
+            rows = branches[asking]
+            bucket_rows += [rows[alike] for alike in plan_buckets(held[rows])]
         self.queries, self.keys = (RowPadding(part, bucket_rows, device) for part in (lengths, held))
         self.positions = [
             _place(lengths[rows], held[rows], queries.length, device)
@@ -197,10 +202,13 @@ class SharedPlan:
         group = query_THK.shape[1] // key_TNK.shape[1]
         key_CNK, value_CNK = (rows.index_select(0, self.index_C) for rows in (key_TNK, value_TNK))
         padded = zip(self.queries.pad(query_THK), self.keys.pad(key_CNK), self.keys.pad(value_CNK), strict=True)
-        outs = [attend_padded(q, k, v, form, self._mask(at, form.window, group)) for at, (q, k, v) in enumerate(padded)]
+        outs = [attend_padded(q, k, v, form, self._mask(at, form, group)) for at, (q, k, v) in enumerate(padded)]
         return self.queries.unpad(outs)
 
-    def _mask(self, bucket: int, window: int | None, group: int) -> Tensor:
+    def _mask(self, bucket: int, form: AttentionForm, group: int) -> Tensor | None:
+        window = form.window if form.window is not None and form.window < self.keys.buckets[bucket].length else None
+        if bucket < self.num_whole and window is None and form.softcap is None:
+            return None
         key = (bucket, window, group)
         if key not in self.masks:
             query_position, key_position = self.positions[bucket]

@@ -43,17 +43,16 @@ class SyncProbe:
     """
 
     def __init__(self, engine: TrainEngine, ranks: Ranks, seed: int) -> None:
-        self._engine, self._ranks = engine, ranks
-        config = engine.model.config
+        self._engine, self._ranks, self._seed = engine, ranks, seed
         self._tolerance: Tolerance | None = None
-        self.prompts: ProbePrompts = build_probe(config.vocab_size, seed, config.max_position_embeddings)
 
     def check(self, rollout: RolloutEngine, version: int) -> Metrics:
         """Raises ProbeError where the two sides are further apart than rounding explains."""
-        samples = rollout.generate(self.prompts.batch, self.prompts.sampling, step=0)
+        prompts = self._build_prompts(rollout.longest_row)
+        samples = rollout.generate(prompts.batch, prompts.sampling, step=0)
         _check_states(samples, version)
         tokens, theirs = self._agree(samples.arrays("tokens")), score_rows(samples, samples.arrays("rollout_logprobs"))
-        ours = score_rows(samples, self._engine.log_prob(samples.with_column("tokens", tokens), 1.0))
+        ours = score_rows(samples, self._score(samples.with_column("tokens", tokens), only_masked=True))
         kept = [
             # Of the equal tokens those of the response, which `scores` are of: the rest is the prompt.
             count_equal(one, other) - (len(one) - len(scores))
@@ -70,9 +69,19 @@ class SyncProbe:
 
     def score(self) -> ProbeScores:
         """The trainer's log-probabilities of the prompts; a collective where ranks share the model."""
-        rows = self.prompts.rows
-        return ProbeScores(
-            rows, tuple(self._engine.log_prob(_build_rows(rows), 1.0, only_masked=False)), self._engine.model.dtype
+        rows = self._build_prompts(self._engine.model.config.max_position_embeddings).rows
+        return ProbeScores(rows, tuple(self._score(_build_rows(rows), only_masked=False)), self._engine.model.dtype)
+
+    def _build_prompts(self, longest_row: int) -> ProbePrompts:
+        config = self._engine.model.config
+        return build_probe(config.vocab_size, self._seed, min(config.max_position_embeddings, longest_row))
+
+    def _score(self, batch: Batch, *, only_masked: bool) -> list[NDArray[np.float32]]:
+        if self._ranks.size > 1:
+            return self._engine.log_prob(batch, 1.0, only_masked=only_masked)
+        # No rank waits for another here, though they may share the tokens of what they train on.
+        return compute_batch_logprobs(
+            self._engine.model, batch, temperature=1.0, micro_batch_tokens=PROBE_TOKENS, only_masked=only_masked
         )
 
     def _agree(self, tokens: list[NDArray[np.int32]]) -> list[NDArray[np.int32]]:

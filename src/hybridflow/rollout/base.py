@@ -33,6 +33,11 @@ class RolloutEngine(Protocol):
         """Of the weights that samples come from."""
         ...
 
+    @property
+    def longest_row(self) -> int:
+        """Most tokens of a row, its prompt included, that the engine has room for."""
+        ...
+
     def generate(self, prompts: Batch, sampling: SamplingParams, *, step: int) -> Batch:
         """`samples_per_prompt` rows for each prompt, a group's rows side by side, in the order of the prompts.
 

@@ -57,6 +57,11 @@ class SglangEngine:
         self._engine = engine
         self._turns = Turns()
 
+    @property
+    def longest_row(self) -> int:
+        """See `RolloutEngine.longest_row`."""
+        return self.model.context
+
     def generate(self, prompts: Batch, sampling: SamplingParams, *, step: int) -> Batch:
         """See `RolloutEngine.generate`."""
         check_prompts(prompts)

@@ -99,6 +99,11 @@ class VllmEngine:
         self._saw_nan = False
         self._has_weights = True
 
+    @property
+    def longest_row(self) -> int:
+        """See `RolloutEngine.longest_row`."""
+        return self.model.context
+
     def generate(self, prompts: Batch, sampling: SamplingParams, *, step: int) -> Batch:
         """See `RolloutEngine.generate`."""
         check_prompts(prompts)

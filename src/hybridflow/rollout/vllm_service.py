@@ -52,6 +52,11 @@ class VllmServiceEngine:
         self._turns = Turns()
         self._saw_nan = False
 
+    @property
+    def longest_row(self) -> int:
+        """See `RolloutEngine.longest_row`."""
+        return self.model.context
+
     def generate(self, prompts: Batch, sampling: SamplingParams, *, step: int) -> Batch:
         """See `RolloutEngine.generate`."""
         check_prompts(prompts)

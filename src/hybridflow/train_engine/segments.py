@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from hybridflow.models.attention import SharedKeys
 
 MIN_TRUNK_TOKENS = 8
+MAX_KEYS_PER_TOKEN = 8
+"""Each branch has a copy of its trunk's keys and values, in every layer; a group has at most so many for each token that it computes."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ def find_groups(
     """Rows that begin alike up to their first scored token, together; every row in one group, groups by their first row.
 
     tokens, scored: flat, row i at `offsets[i]:offsets[i + 1]`.
-    max_tokens:     of a group; larger ones are cut in two and more, each with the trunk, and rows that are too long with it go alone.
+    max_tokens:     of a group; larger ones are cut in two and more, each with the trunk, and rows that are too long with it go alone. So
+                    are those with more than `MAX_KEYS_PER_TOKEN`.
     """
     alike: dict[tuple[int, bytes], list[int]] = {}
     for row in rows:
@@ -80,17 +83,17 @@ def _find_first(scored: NDArray[np.bool_]) -> int:
 
 
 def _cut(rows: list[int], trunk: int, lengths: NDArray[np.int64], max_tokens: int) -> list[RowGroup]:
-    groups, open_rows, room = list[RowGroup](), list[int](), 0
+    groups, open_rows = list[list[int]](), list[int]()
+    computed = keys = trunk
     for row in rows:
         branch = int(lengths[row]) - trunk
-        if open_rows and branch > room:
-            groups.append(RowGroup(tuple(open_rows), trunk if len(open_rows) > 1 else 0))
-            open_rows = []
-        if not open_rows:
-            room = max_tokens - trunk
+        fits = computed + branch <= max_tokens and keys + trunk + branch <= MAX_KEYS_PER_TOKEN * (computed + branch)
+        if open_rows and not fits:
+            groups.append(open_rows)
+            open_rows, computed, keys = [], trunk, trunk
         open_rows.append(row)
-        room -= branch
-    return [*groups, RowGroup(tuple(open_rows), trunk if len(open_rows) > 1 else 0)]
+        computed, keys = computed + branch, keys + trunk + branch
+    return [RowGroup(tuple(same), trunk if len(same) > 1 else 0) for same in [*groups, open_rows]]
 
 
 @dataclass(frozen=True)

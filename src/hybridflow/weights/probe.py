@@ -35,6 +35,7 @@ class ProbePrompts:
 
     rows: tuple[tuple[int, ...], ...]
     seed: int
+    new_tokens: int = NEW_TOKENS
 
     @property
     def batch(self) -> Batch:
@@ -45,7 +46,7 @@ class ProbePrompts:
     @property
     def sampling(self) -> SamplingParams:
         """From the whole distribution, so that what is reported is the model's own log-probability; rows of one length."""
-        return SamplingParams(temperature=1.0, max_new_tokens=NEW_TOKENS, ignore_eos=True, seed=self.seed)
+        return SamplingParams(temperature=1.0, max_new_tokens=self.new_tokens, ignore_eos=True, seed=self.seed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +123,9 @@ def build_probe(vocabulary: int | Sized, seed: int, context: int | None = None) 
     borders = np.arange(count + 1) * size // count
     ids = np.minimum(borders[:-1] + rng.integers(0, np.maximum(np.diff(borders), 1)), size - 1)
     parts = np.split(rng.permutation(ids), np.cumsum(PROMPT_LENGTHS)[:-1])
-    longest = count if context is None else max(context - min(NEW_TOKENS, context // 2), 1)
-    return ProbePrompts(tuple(tuple(part[:longest].tolist()) for part in parts), seed)
+    new_tokens = NEW_TOKENS if context is None else min(NEW_TOKENS, max(context // 2, 1))
+    longest = count if context is None else max(context - new_tokens, 1)
+    return ProbePrompts(tuple(tuple(part[:longest].tolist()) for part in parts), seed, new_tokens)
 
 
 def compare(

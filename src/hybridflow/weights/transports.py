@@ -125,7 +125,7 @@ class SwitchTimer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         seconds = time.perf_counter() - self._start_s
         after, peak = read_memory(self._device), read_peak(self._device)
-        self._switch = Switch(0, seconds, 0, self._before, after, peak)
+        self._switch = Switch(0, seconds, 0, self._before, after, max(self._before, after, peak))
 
     def switch(self, version: int, bytes_moved: int) -> Switch:
         """What the block was."""

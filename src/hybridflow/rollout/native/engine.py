@@ -90,6 +90,16 @@ class NativeEngine:
         self.report = RolloutReport(0)
         self._turns = Turns()
 
+    @property
+    def longest_row(self) -> int:
+        """See `RolloutEngine.longest_row`. A row may take a block more than its tokens fill, for what it does not share with its prompt."""
+        context: int = self.model.config.max_position_embeddings
+        if self.settings.kv_cache_tokens is None:
+            return context
+        return min(
+            context, max(self.settings.kv_cache_tokens // BLOCK_SIZE - 1 - self._num_idle_blocks, 1) * BLOCK_SIZE
+        )
+
     def prepare(self) -> None:
         """Lays the weights where they stay from here on; the first `generate` does so where nobody has.
 
