@@ -23,8 +23,8 @@ class UlyssesPlan:
 
     An all-to-all gives each rank all tokens of H / P query heads and of the kv heads that these share; another one brings their output
     back. Source: DeepSpeed-Ulysses, arXiv:2309.14509. Differs from it where P does not divide N: each kv head is sent P / gcd(N, P) times,
-    and its gradient is the sum over the copies. The collectives are torch's functional ones, so layers compile around them, and they meet
-    in forward, in backward, and where layers are computed again.
+    and its gradient is the sum over the copies. Layers compile around the exchange, which meets in forward, in backward, and where layers
+    are computed again.
     """
 
     def __init__(self, inner: AttentionPlan, axis: Ranks) -> None:
@@ -42,9 +42,9 @@ class UlyssesPlan:
         degree = len(self._ranks)
         copies = count_kv_copies(key_TNK.shape[1], degree)
         rows = query_THK, _repeat_heads(key_TNK, copies), _repeat_heads(value_TNK, copies)
-        query, key, value = _Exchange.apply(self.group_name, degree, *(_split_heads(part, degree) for part in rows))
+        query, key, value = _exchange([_split_heads(part, degree) for part in rows], self.group_name, degree)
         out = self.inner.attend(module, query, key, value, form)
-        (joined,) = _Exchange.apply(self.group_name, degree, out)
+        (joined,) = _exchange([out], self.group_name, degree)
         return _join_heads(joined, degree)
 
 
@@ -73,27 +73,31 @@ def _join_heads(rows_THK: Tensor, degree: int) -> Tensor:
     return rows_THK.unflatten(0, (degree, -1)).transpose(0, 1).flatten(1, 2)
 
 
-class _Exchange(torch.autograd.Function):
-    """Part p of each tensor, split by rows into equal parts, goes to rank p, and what rank p sent here becomes part p.
-
-    A permutation that is its own inverse, hence its own adjoint. Written out, since torch's versions differ in what autograd makes of its
-    functional collectives.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, group_name: str, degree: int, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.group_name, ctx.degree = group_name, degree
-        return _exchange(group_name, degree, parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_exchange(ctx.group_name, ctx.degree, grads)
-
-
-def _exchange(group_name: str, degree: int, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+# An operator of its own: the compiler computes no collective of torch's again, so under full checkpointing it would keep what each layer
+# exchanges, as much again as what the layers' inputs and the work of one take.
+@torch.library.custom_op("hybridflow::exchange", mutates_args=())
+def _exchange(parts: list[Tensor], group_name: str, degree: int) -> list[Tensor]:
+    """Part p of each tensor, split by rows into `degree` equal parts, goes to rank p, and what rank p sent here becomes part p."""
     # All are under way before the first is waited for.
     coming = [
         torch.ops._c10d_functional.all_to_all_single(part.contiguous(), sizes, sizes, group_name)
         for part, sizes in [(part, [part.shape[0] // degree] * degree) for part in parts]
     ]
-    return tuple(torch.ops._c10d_functional.wait_tensor(part) for part in coming)
+    return [torch.ops._c10d_functional.wait_tensor(part) for part in coming]
+
+
+@_exchange.register_fake
+def _(parts: list[Tensor], group_name: str, degree: int) -> list[Tensor]:
+    return [torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts]
+
+
+def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, ctx.group_name, ctx.degree = inputs
+
+
+def _exchange_back(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None, None]:
+    """A permutation that is its own inverse, hence its own adjoint."""
+    return _exchange(grads, ctx.group_name, ctx.degree), None, None
+
+
+_exchange.register_autograd(_exchange_back, setup_context=_keep_group)
