@@ -20,20 +20,27 @@ import numpy as np
 import pytest
 import torch
 from layouts import (
+    TRAIN_LOSSES,
     Case,
     Expected,
     Found,
     Key,
     assemble,
+    build_model,
+    build_settings,
+    find_device,
+    join,
     layout_worker,
     list_gaps,
     list_log_prob_gaps,
     list_replica_gaps,
     reference_worker,
 )
-from processes import run_ranks
+from processes import Place, run_ranks
 
-from hybridflow.types import merge_metrics
+from hybridflow.batch import Batch
+from hybridflow.train_engine import TrainEngine
+from hybridflow.types import RowState, merge_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
@@ -60,6 +67,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "sequence 2": (2, {"sp": 2}),
     "sequence 2, shard 2": (2, {"sp": 2, "shard": 2}),
 }
+FULL = (("compile", True), ("gradient_checkpointing", "full"))
 KEYS = [case.reference for case in CASES]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Run = Callable[[str, str], list[list[Found]]]
@@ -158,3 +166,34 @@ def test_what_saves_memory_changes_nothing_on_shards(
         third = merge_metrics([rank.metrics[2] for rank in found])
         for name in (name_loss(case), "train/grad_norm"):
             assert math.isclose(third[name].value, expected.metrics[2][name], rel_tol=1e-4), (case.more, name)
+
+
+def saved_worker(place: Place, parallel: Mapping[str, int]) -> int:
+    """Bytes that autograd keeps for backward in compiled, fully checkpointed layers, without weights."""
+    case = Case("wide, tied", "sft, tokens", "uneven", micro_batch_tokens=8192, more=FULL)
+    ranks, where = join(place, "cuda"), find_device(place, "cuda")
+    engine = TrainEngine(build_model(case.model, torch.bfloat16, where), build_settings(case, parallel), ranks)
+    tokens = np.tile(np.arange(1024, dtype=np.int32) % 500, (8, 1))
+    batch = Batch.from_columns(
+        tokens=list(tokens), loss_mask=[(np.arange(1024) > 0).astype(np.uint8)] * 8, state=[int(RowState.OK)] * 8
+    )
+    weights = {weight.untyped_storage().data_ptr() for weight in engine.model.module.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        engine.update(batch, TRAIN_LOSSES[case.loss])
+    ranks.leave()
+    return sum(kept.values())
+
+
+def test_a_rank_of_a_sequence_keeps_half_of_what_one_gpu_keeps(tmp_path: Path) -> None:
+    (alone,) = run_ranks(1, saved_worker, {}, directory=tmp_path, timeout_s=100.0)
+    halves = run_ranks(2, saved_worker, {"sp": 2}, directory=tmp_path, timeout_s=100.0)
+    assert alone > 3 * 8192 * 256 * 2, "nothing was seen"
+    assert max(halves) < 0.55 * alone
