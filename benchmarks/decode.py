@@ -5,25 +5,32 @@
     python benchmarks/decode.py case case ...          # each `key=value,key=value`, one after the other
 
 Random weights of the real shape, end of sequence ignored. Lengths `a-b` are uniform in between. Time is that of a whole `generate` call
-on prompts as token ids, after one call that warms up. The bound: weights once a step and keys and values once a token at 4.3 TB/s (what a
-copy reaches on an H200), and the arithmetic of the prompts at 790 TFLOP/s (what bfloat16 products reach).
+on prompts as token ids, after one call that warms up (a short one for vLLM, which has captured its graphs by then, and for Transformers).
+Neighbouring vLLM cases of one shape share an engine, in a process of their own where there are others, so that it leaves the GPU.
+The bound: weights once a step and keys and values once a token at 4.3 TB/s (what a copy reaches on an H200), and the arithmetic of the
+prompts at 790 TFLOP/s (what bfloat16 products reach).
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
-from shapes import SHAPES, build_model, build_module
+from shapes import FAILURES, SHAPES, build_model, build_module, parse_case
 
 BANDWIDTH, FLOPS = 4.3e12, 790e12
+WARM_UP_TOKENS = 16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -43,35 +50,46 @@ class Case:
     graphs: int = 1
     profile: int = 0
 
-    @classmethod
-    def parse(cls, text: str) -> Case:
-        """From `key=value,key=value`."""
-        kinds = {name: type(value) for name, value in vars(cls()).items()}
-        return cls(**{name: kinds[name](value) for name, value in (word.split("=", 1) for word in text.split(","))})
-
 
 def main() -> None:
-    """Runs the cases."""
-    for case in map(Case.parse, sys.argv[1:]):
-        prompts, responses = (
-            draw_lengths(case.prompt, case.rows // case.samples, 0),
-            draw_lengths(case.response, case.rows, 1),
-        )
-        given = {name: value for name, value in vars(case).items() if value != vars(Case())[name]}
-        try:
-            seconds = SIDES[case.side](case, prompts, responses)
-            best_s, bound_s = min(seconds[1:]), compute_bound(case, np.repeat(prompts, case.samples), responses)
-            tokens = int(responses.sum())
-            result: dict[str, Any] = {
-                "tokens": tokens, "tokens_per_s": round(tokens / best_s), "seconds": [round(s, 3) for s in seconds],
-                "bound_tokens_per_s": round(tokens / bound_s), "share_of_bound": round(bound_s / best_s, 3),
-            }  # fmt: skip
-        except (RuntimeError, ValueError) as error:
-            result = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
-        print(json.dumps({**given, **result, "torch": torch.__version__}), flush=True)
-        gc.collect()
-        if DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
+    """Runs the cases in their order; neighbours of vLLM's with one shape in a process of their own, so that it leaves the GPU."""
+    groups = [list(group) for _, group in groupby(sys.argv[1:], find_home)]
+    for texts in groups:
+        if find_home(texts[0]) and len(groups) > 1:
+            subprocess.run([sys.executable, __file__, *texts], check=False)
+        else:
+            for case in [parse_case(Case, text) for text in texts]:
+                measure(case)
+
+
+def find_home(text: str) -> str:
+    """What shares a process of its own; empty for what runs in this one."""
+    case = parse_case(Case, text)
+    return f"{case.shape} {case.samples > 1}" if case.side == "vllm" else ""
+
+
+def measure(case: Case) -> None:
+    """One case, printed as a line of JSON; its error if it fails."""
+    prompts = draw_lengths(case.prompt, case.rows // case.samples, 0)
+    responses = draw_lengths(case.response, case.rows, 1)
+    given = {name: value for name, value in vars(case).items() if value != vars(Case())[name]}
+    try:
+        seconds = SIDES[case.side](case, prompts, responses)
+        best_s, bound_s = min(seconds[1:]), compute_bound(case, np.repeat(prompts, case.samples), responses)
+        tokens = int(responses.sum())
+        result: dict[str, Any] = {
+            "tokens": tokens, "tokens_per_s": round(tokens / best_s), "seconds": [round(s, 3) for s in seconds],
+            "bound_tokens_per_s": round(tokens / bound_s), "share_of_bound": round(bound_s / best_s, 3),
+        }  # fmt: skip
+    except FAILURES as error:
+        traceback.print_exc()
+        result = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+    print(
+        json.dumps({"side": case.side, "shape": case.shape, **given, **result, "torch": torch.__version__}), flush=True
+    )
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def draw_lengths(text: str, count: int, seed: int) -> np.ndarray:
@@ -137,36 +155,56 @@ def run_hybridflow(case: Case, prompts: np.ndarray, responses: np.ndarray) -> li
     return seconds
 
 
-def run_vllm(case: Case, prompts: np.ndarray, responses: np.ndarray) -> list[float]:
-    """vLLM in this process, weights drawn by itself; `logprobs=0` leaves out the log-probabilities that training needs."""
+@lru_cache(maxsize=1)
+def build_vllm(shape: str, seats: int, share_prefixes: bool) -> Any:
+    """vLLM in this process, weights drawn by itself, with a graph for each number of rows that lasts, up to all seats."""
     import tempfile
     from pathlib import Path
 
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
-    rows = [row for row in draw_prompts(case, prompts) for _ in range(case.samples)]
+    values = dict(SHAPES[shape])
+    names = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+    values |= {
+        "architectures": [names[values["model_type"]]],
+        "torch_dtype": "bfloat16",
+        "max_position_embeddings": 32768,
+    }
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 32), *range(512, seats + 1, 64)]
     with tempfile.TemporaryDirectory() as directory:
-        values = dict(SHAPES[case.shape])
-        names = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-        values |= {
-            "architectures": [names[values["model_type"]]],
-            "torch_dtype": "bfloat16",
-            "max_position_embeddings": 32768,
-        }
         Path(directory, "config.json").write_text(json.dumps(values))
-        engine = LLM(
-            model=directory, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.8,
-            max_model_len=4096, max_num_seqs=max(256, case.rows), enable_prefix_caching=case.samples > 1,
+        return LLM(
+            model=directory, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.85,
+            max_model_len=4096, max_num_seqs=seats, enable_prefix_caching=share_prefixes,
+            compilation_config={"cudagraph_capture_sizes": sizes}, enforce_eager=DEVICE.type == "cpu",
         )  # fmt: skip
+
+
+def run_vllm(case: Case, prompts: np.ndarray, responses: np.ndarray) -> list[float]:
+    """vLLM; `logprobs=0` leaves out the log-probabilities that training needs (which vLLM names `logprobs=0`: no others beside them)."""
+    from vllm import SamplingParams
+
+    started_s = time.perf_counter()
+    engine = build_vllm(case.shape, max(1024, case.rows), case.samples > 1)
+    print(f"vLLM is up after {time.perf_counter() - started_s:.0f} s", flush=True)
+    rows = [row for row in draw_prompts(case, prompts) for _ in range(case.samples)]
+    inputs = [{"prompt_token_ids": row.tolist()} for row in rows]
+
+    def call(repeat: int) -> None:
+        lengths = responses if repeat else np.minimum(responses, WARM_UP_TOKENS)
         asked = [
             SamplingParams(
                 temperature=case.temperature, max_tokens=int(length), ignore_eos=True, detokenize=False,
-                logprobs=0 if case.logprobs else None,
+                logprobs=0 if case.logprobs else None, flat_logprobs=bool(case.logprobs),
             )
-            for length in responses
+            for length in lengths
         ]  # fmt: skip
-        inputs = [{"prompt_token_ids": row.tolist()} for row in rows]
-        return time_calls(case, lambda _: engine.generate(inputs, asked, use_tqdm=False) and None)
+        engine.reset_prefix_cache()
+        found = [row.outputs[0] for row in engine.generate(inputs, asked, use_tqdm=False)]
+        assert [len(row.token_ids) for row in found] == lengths.tolist(), "every row has the length that it was given"
+        assert not case.logprobs or len(found[0].logprobs) == lengths[0], "each token has its log-probability"
+
+    return time_calls(case, call)
 
 
 def run_transformers(case: Case, prompts: np.ndarray, responses: np.ndarray) -> list[float]:
@@ -179,10 +217,11 @@ def run_transformers(case: Case, prompts: np.ndarray, responses: np.ndarray) -> 
     for index, row in enumerate(rows):
         tokens[index, longest - len(row) :], mask[index, longest - len(row) :] = torch.from_numpy(row), 1
 
-    def call(_: int) -> None:
+    def call(repeat: int) -> None:
+        wanted = int(responses.max()) if repeat else WARM_UP_TOKENS
         module.generate(
             input_ids=tokens.to(DEVICE), attention_mask=mask.to(DEVICE), do_sample=True, temperature=case.temperature,
-            top_k=0, max_new_tokens=int(responses.max()), min_new_tokens=int(responses.max()), eos_token_id=None, pad_token_id=0,
+            top_k=0, max_new_tokens=wanted, min_new_tokens=wanted, eos_token_id=None, pad_token_id=0,
             output_logits=bool(case.logprobs), return_dict_in_generate=True,
         )  # fmt: skip
 
@@ -190,21 +229,40 @@ def run_transformers(case: Case, prompts: np.ndarray, responses: np.ndarray) -> 
 
 
 def run_continuous(case: Case, prompts: np.ndarray, responses: np.ndarray) -> list[float]:
-    """Transformers' continuous batching, without log-probabilities; rows of equal response lengths."""
-    from transformers import GenerationConfig
+    """Transformers' continuous batching, each row to its own length."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
     module = build_module(case.shape, "paged|sdpa", DEVICE, torch.bfloat16)
     rows = [row.tolist() for row in draw_prompts(case, prompts) for _ in range(case.samples)]
-    config = GenerationConfig(
-        do_sample=True,
-        temperature=case.temperature,
-        max_new_tokens=int(responses.max()),
-        eos_token_id=-1,
-        pad_token_id=0,
-    )
-    return time_calls(
-        case, lambda _: module.generate_batch(inputs=rows, generation_config=config, progress_bar=False) and None
-    )
+    config = GenerationConfig(do_sample=True, temperature=case.temperature, top_k=0, eos_token_id=-1, pad_token_id=0)
+    options = ContinuousBatchingConfig(return_logprobs=bool(case.logprobs), allow_block_sharing=case.samples > 1)
+
+    def call(repeat: int) -> None:
+        lengths = responses if repeat else np.minimum(responses, WARM_UP_TOKENS)
+        with module.continuous_batching_context_manager(
+            config, continuous_batching_config=options, persistent_manager=True
+        ) as manager:
+            for row, length in zip(rows, lengths, strict=True):
+                manager.add_request(row, max_new_tokens=int(length))
+            found = [wait_for_row(manager) for _ in rows]
+        assert sorted(found) == sorted(lengths.tolist()), "every row has the length that it was given"
+
+    try:
+        return time_calls(case, call)
+    finally:
+        module.destroy_cached_continuous_batching_manager()
+
+
+def wait_for_row(manager: Any) -> int:
+    """Tokens of the next row that is done."""
+    while True:
+        row = manager.get_result(timeout=1)
+        if row is not None and row.error:
+            raise RuntimeError(row.error)
+        if row is not None and row.is_finished():
+            return len(row.generated_tokens)
+        if row is None and not manager.is_running():
+            raise RuntimeError("continuous batching ended before its rows did")
 
 
 SIDES: dict[str, Callable[[Case, np.ndarray, np.ndarray], list[float]]] = {

@@ -5,8 +5,9 @@
 
 Random weights of the real shape, prompts of equal length, responses that go to their limit, a reward that costs nothing (the share of even
 tokens). hybridflow: generation and training on one set of bfloat16 weights over float32 masters; the rollout's own log-probabilities are
-the old ones; `share=1` computes the prompt of a group once in the update. TRL: bfloat16 weights and moments, `vllm=1` its colocated vLLM,
-else Transformers' `generate`; `micro` rows at a time.
+the old ones; `share=1` computes the prompt of a group once in the update. TRL: bfloat16 weights and moments, no second pass for old
+log-probabilities, `vllm=1` its colocated vLLM (awake all the time: all of it fits), else Transformers' `generate`; `micro` rows at a time,
+`liger` and `torch_compile` as it has them. A case with vLLM runs in a process of its own where there are others.
 Prints seconds by phase of the fastest step after the warm-up, and tokens a second over the whole step, prompts and responses counted.
 """
 
@@ -14,15 +15,18 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
 import sys
 import time
+import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from shapes import SHAPES, build_model, build_module
+from shapes import FAILURES, SHAPES, build_model, build_module, parse_case
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -43,13 +47,11 @@ class Case:
     share: int = 0
     vllm: int = 0
     micro: int = 32
+    liger: int = 1
+    torch_compile: int = 0
+    attention: str = "sdpa"
+    kv_share: float = 0.3
     busy: int = 0
-
-    @classmethod
-    def parse(cls, text: str) -> Case:
-        """From `key=value,key=value`."""
-        kinds = {name: type(value) for name, value in vars(cls()).items()}
-        return cls(**{name: kinds[name](value) for name, value in (word.split("=", 1) for word in text.split(","))})
 
     @property
     def tokens(self) -> int:
@@ -59,19 +61,27 @@ class Case:
 
 def main() -> None:
     """Runs the cases."""
-    for case in map(Case.parse, sys.argv[1:]):
-        given = {name: value for name, value in vars(case).items() if value != vars(Case())[name]}
-        try:
-            result = {"hybridflow": run_hybridflow, "trl": run_trl}[case.side](case)
-        except (RuntimeError, ValueError) as error:
-            result = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
-        print(
-            json.dumps({"side": case.side, "shape": case.shape, **given, **result, "torch": torch.__version__}),
-            flush=True,
-        )
-        gc.collect()
-        if DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
+    for text in sys.argv[1:]:
+        if len(sys.argv) > 2 and parse_case(Case, text).vllm:
+            subprocess.run([sys.executable, __file__, text], check=False)
+        else:
+            measure(parse_case(Case, text))
+
+
+def measure(case: Case) -> None:
+    """One case, printed as a line of JSON; its error if it fails."""
+    given = {name: value for name, value in vars(case).items() if value != vars(Case())[name]}
+    try:
+        result = {"hybridflow": run_hybridflow, "trl": run_trl}[case.side](case)
+    except FAILURES as error:
+        traceback.print_exc()
+        result = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+    print(
+        json.dumps({"side": case.side, "shape": case.shape, **given, **result, "torch": torch.__version__}), flush=True
+    )
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def run_hybridflow(case: Case) -> dict[str, Any]:
@@ -121,49 +131,86 @@ def run_hybridflow(case: Case) -> dict[str, Any]:
 
 
 def run_trl(case: Case) -> dict[str, Any]:
-    """GRPOTrainer; its phases are what it logs itself."""
+    """GRPOTrainer; its phases are what it times itself."""
     import tempfile
 
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
+    from trl.extras.profiling import ProfilingContext
 
     from hybridflow.data import build_character_tokenizer
 
-    class Watch(TrainerCallback):
-        """When each optimizer step ends."""
+    steps: list[dict[str, float]] = []
+    timed: defaultdict[str, float] = defaultdict(float)
 
-        def __init__(self) -> None:
-            self.ends: list[float] = []
+    class Watch(TrainerCallback):
+        """Ends each step; the first, which loads and compiles, is among them."""
+
+        started_s = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             wait()
-            self.ends.append(time.perf_counter())
+            steps.append(split_step(time.perf_counter() - self.started_s, timed))
+            timed.clear()
+            self.started_s = time.perf_counter()
 
-    rows = case.prompts * case.samples
+    def note(self: Any, seconds: float) -> None:
+        timed[self.name.partition(".")[2]] += seconds
+
     rng = np.random.default_rng(0)
-    texts = ["".join(rng.integers(0, 10, case.prompt).astype(str)) for _ in range(case.prompts * (case.steps + 2))]
+    texts = ["".join(rng.integers(0, 10, case.prompt - 1).astype(str)) for _ in range(case.prompts * (case.steps + 2))]
+    ProfilingContext._log_metrics = note
     with tempfile.TemporaryDirectory() as directory:
-        config = GRPOConfig(
-            output_dir=directory, per_device_train_batch_size=case.micro, gradient_accumulation_steps=rows // case.micro,
-            num_generations=case.samples, max_completion_length=case.response, max_steps=case.steps + 1, bf16=True,
-            beta=0.0, use_vllm=bool(case.vllm), vllm_mode="colocate", vllm_gpu_memory_utilization=0.4, report_to="none",
-            gradient_checkpointing=False, optim="adamw_torch_fused", logging_strategy="no", save_strategy="no",
-            use_cpu=DEVICE.type == "cpu", disable_tqdm=True, learning_rate=1e-6,
-        )  # fmt: skip
-        watch = Watch()
+        tokenizer = build_character_tokenizer("0123456789")
+        tokenizer.save_pretrained(directory)
+        build_module(case.shape, "sdpa", DEVICE, torch.bfloat16).save_pretrained(directory)
         trainer = GRPOTrainer(
-            model=build_module(case.shape, "sdpa", DEVICE, torch.bfloat16),
-            reward_funcs=lambda completions, **_: [float(len(completion) % 2) for completion in completions],
-            args=config,
+            model=directory,
+            reward_funcs=lambda completion_ids, **_: [float(np.mean(np.array(row) % 2 == 0)) for row in completion_ids],
+            args=build_trl_config(case, directory),
             train_dataset=Dataset.from_dict({"prompt": texts}),
-            processing_class=build_character_tokenizer("0123456789"),
-            callbacks=[watch],
+            processing_class=tokenizer,
+            callbacks=[Watch()],
         )
         trainer.train()
-    return describe(
-        case, [{"whole": later - earlier} for earlier, later in zip(watch.ends, watch.ends[1:], strict=False)]
+    seen = trainer.state.num_input_tokens_seen
+    assert seen == case.tokens * len(steps), (
+        f"{seen} tokens in {len(steps)} steps of {case.tokens}: rows have other lengths"
     )
+    return describe(case, steps[1:])
+
+
+def build_trl_config(case: Case, directory: str) -> Any:
+    """One optimizer step over all rows from one round of generation, nothing recomputed, nothing logged."""
+    from trl import GRPOConfig
+
+    rows = case.prompts * case.samples
+    forced = {"ignore_eos": True, "detokenize": False} if case.vllm else {"min_new_tokens": case.response}
+    return GRPOConfig(
+        output_dir=directory, per_device_train_batch_size=case.micro, gradient_accumulation_steps=rows // case.micro,
+        generation_batch_size=rows, num_generations=case.samples, num_iterations=1, max_completion_length=case.response,
+        max_steps=case.steps + 1, beta=0.0, temperature=1.0, top_k=0, generation_kwargs=forced, use_vllm=bool(case.vllm),
+        vllm_mode="colocate", vllm_gpu_memory_utilization=case.kv_share, vllm_max_model_length=case.prompt + case.response,
+        vllm_enable_sleep_mode=False, vllm_importance_sampling_correction=False, mask_truncated_completions=False,
+        model_init_kwargs={"dtype": "bfloat16", "attn_implementation": case.attention}, bf16=True, gradient_checkpointing=False,
+        use_liger_kernel=bool(case.liger and DEVICE.type == "cuda"), torch_compile=bool(case.torch_compile),
+        optim="adamw_torch_fused", learning_rate=1e-6, logging_strategy="no", save_strategy="no", report_to="none",
+        disable_tqdm=True, use_cpu=DEVICE.type == "cpu",
+    )  # fmt: skip
+
+
+def split_step(whole_s: float, timed: dict[str, float]) -> dict[str, float]:
+    """Phases of a step from what TRL timed: `_prepare_inputs` holds generation, scoring and the sync of vLLM's weights."""
+    sync_s = timed["sync_weights"]
+    rollout_s = sum(seconds for name, seconds in timed.items() if name.endswith(("generate", "generate_batch")))
+    prepared_s = timed["_prepare_inputs"]
+    return {
+        "rollout": rollout_s,
+        "sync": sync_s,
+        "score": prepared_s - rollout_s - sync_s,
+        "update": whole_s - prepared_s,
+    }
 
 
 class Clock:

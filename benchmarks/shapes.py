@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 """`tiny` tries a benchmark out, on the CPU too."""
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H100 or H200, by the maker's data sheet."""
+FAILURES = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError, OSError, LookupError)
+"""What a measurement may die of, another library's mistakes included, without taking the ones after it along."""
+
+Case = TypeVar("Case")
+
+
+def parse_case(kind: type[Case], text: str) -> Case:
+    """Settings from `key=value,key=value`, in the types of their defaults; what is not named keeps its default."""
+    kinds = {name: type(value) for name, value in vars(kind()).items()}
+    pairs = [word.split("=", 1) for word in text.split(",")] if text else []
+    return kind(**{name: kinds[name](value) for name, value in pairs})
 
 
 def build_module(shape: str, attention: str, device: torch.device, dtype: torch.dtype) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
-from shapes import PEAK_FLOPS, SHAPES, build_model, compute_step_flops, plan_lengths
+from shapes import PEAK_FLOPS, SHAPES, build_model, compute_step_flops, parse_case, plan_lengths
 from step_profile import print_profile
 from train_speed import build_rows, read_peak_bytes, wait
 
@@ -54,17 +54,10 @@ class Case:
     reshard: int = 1
     profile: int = 0
 
-    @classmethod
-    def parse(cls, text: str) -> Case:
-        """From `key=value,key=value`."""
-        kinds = {name: type(value) for name, value in vars(cls()).items()}
-        pairs = dict(word.split("=", 1) for word in text.split(","))
-        return cls(**{name: kinds[name](value) for name, value in pairs.items()})
-
 
 def main() -> None:
     """Runs the cases in their order; neighbours with as many GPUs share their processes."""
-    for gpus, cases in groupby(map(Case.parse, sys.argv[1:]), key=lambda case: case.gpus):
+    for gpus, cases in groupby([parse_case(Case, text) for text in sys.argv[1:]], key=lambda case: case.gpus):
         with tempfile.TemporaryDirectory() as directory:
             torch.multiprocessing.spawn(run_rank, (gpus, list(cases), f"file://{directory}/meet"), nprocs=gpus)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from shapes import PEAK_FLOPS, SHAPES, build_model, build_module, compute_step_flops, plan_lengths
+from shapes import PEAK_FLOPS, SHAPES, build_model, build_module, compute_step_flops, parse_case, plan_lengths
 
 WARM_UP_STEPS = 2
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -46,20 +46,12 @@ class Case:
     offload: str = "none"
     profile: int = 0
 
-    @classmethod
-    def parse(cls, words: list[str]) -> Case:
-        """From `key=value` words."""
-        pairs = dict(word.split("=", 1) for word in words)
-        kinds = {name: type(value) for name, value in vars(cls()).items()}
-        return cls(**{name: kinds[name](value) for name, value in pairs.items()})
-
 
 def main() -> None:
     """Runs the cases."""
     words = sys.argv[1:]
-    cases = [word.split(",") for word in words] if any("," in word for word in words) else [words]
-    for case in map(Case.parse, cases):
-        measure(case)
+    for text in words if any("," in word for word in words) else [",".join(words)]:
+        measure(parse_case(Case, text))
 
 
 def measure(case: Case) -> None:

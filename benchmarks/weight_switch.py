@@ -8,7 +8,12 @@ Trainers hold float32 shards (FSDP2, over all GPUs), the rollout bfloat16 storag
 each GPU by all-gathers; `messages`, the same box by box; `tensor`, one copy split over the GPUs; `engine`, replicas from a live training
 engine; `same`, one device, where trainer and rollout share the storage. Prints one JSON line a case. Times are medians of the slowest rank,
 with all that the switch takes: rounding, packing, transfer, unpacking, own copies. The plain all-gather has its bytes ready in place.
-`bytes` are those that a rank receives, `staging_gib` what is taken while weights travel beyond shards and storages, two buckets at most.
+
+Fields of a line: `case`, `shape`, `gpus` as asked; `ms` the switch, `all_gather_ms` the plain all-gather of as many bytes, `ratio` the
+first over the second, `ms_all` every round; `bytes` what a rank receives, `gib_per_s` these over `ms`; `buckets` of at most `bucket_mib`;
+`plan_ms` what the plan took, once; `all_gather` whether it takes all-gathers or messages; `held_gib` the first rank's shards and storages.
+On GPUs `peak_gib` is the most that was in use, `staging_gib` what is taken while weights travel beyond shards and storages, two buckets at
+most, `kept_gib` what stays taken after it. `torch` is its version. `engine` and `same` have the fields of theirs that apply.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from shapes import build_model, build_module
+from shapes import build_model, build_module, parse_case
 from torch import Tensor
 
 from hybridflow.models.attention import ATTENTION_NAME
@@ -43,7 +48,7 @@ from hybridflow.weights import (
     plan_trainers,
     read_tensor_dims,
 )
-from hybridflow.weights.plan import WeightPlan, plan
+from hybridflow.weights.plan import WeightPlan, plan_weights
 
 TIMEOUT_S = 60.0
 CHECKED = 7
@@ -59,13 +64,6 @@ class Run:
     cases: str = "replicas+messages+tensor+engine+same"
     bucket_mib: int = 512
     rounds: int = 7
-
-    @classmethod
-    def parse(cls, text: str) -> Run:
-        """From `key=value,key=value`."""
-        kinds = {name: type(value) for name, value in vars(cls()).items()}
-        pairs = dict(word.split("=", 1) for word in text.split(",")) if text else {}
-        return cls(**{name: kinds[name](value) for name, value in pairs.items()})
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class Here:
 
 def main() -> None:
     """Starts the ranks."""
-    run = Run.parse(sys.argv[1] if len(sys.argv) > 1 else "")
+    run = parse_case(Run, sys.argv[1] if len(sys.argv) > 1 else "")
     with tempfile.TemporaryDirectory() as directory:
         torch.multiprocessing.spawn(run_rank, (run, f"file://{directory}/meet"), nprocs=run.gpus)
 
@@ -115,7 +113,7 @@ def run_layouts(here: Here, tensor: int, gathers: bool | None) -> dict[str, Any]
     source = plan_trainers(here.shapes, {}, shard=size)
     target = plan_rollout(here.shapes, here.dims, ranks=range(size), size=size, tensor=tensor)
     started_s = time.perf_counter()
-    made = plan(source, target, here.run.bucket_mib * 2**20)
+    made = plan_weights(source, target, here.run.bucket_mib * 2**20)
     planned_s = time.perf_counter() - started_s
     generator = torch.Generator(here.device).manual_seed(rank)
     parts: dict[str, Tensor] = {

@@ -8,7 +8,7 @@ from hybridflow.roles.policy import ModelSettings
 from hybridflow.rollout.choice import Choice, Measured, choose_engine
 from hybridflow.rollout.vllm import VllmSettings
 
-TABLE = (Measured(0.5e9, 30e3, 15e3), Measured(7e9, 20e3, 25e3))
+TABLE = (Measured("small", 0.5e9, 30e3, 15e3, "H200"), Measured("large", 7e9, 20e3, 25e3, "H200"))
 BOTH = {"vllm", "sglang"}
 
 
@@ -20,9 +20,9 @@ BOTH = {"vllm", "sglang"}
         (
             {"on_gpu": True, "installed": BOTH, "parameters": 8e9},
             "vllm",
-            "at 7B parameters, native 20,000 and vLLM 25,000",
+            "for large on one H200, native 20,000 and vLLM 25,000",
         ),
-        ({"on_gpu": True, "installed": BOTH, "parameters": 1.5e9}, "native", "at 0.5B parameters"),
+        ({"on_gpu": True, "installed": BOTH, "parameters": 1.5e9}, "native", "for small on one H200"),
         ({"on_gpu": True, "installed": BOTH, "parameters": 8e9, "numerics": "exact"}, "native", "numerics=exact"),
         ({"on_gpu": True, "installed": BOTH, "parameters": 8e9, "measured": ()}, "native", "nothing measured"),
     ],

@@ -28,15 +28,21 @@ class Choice:
 
 @dataclass(frozen=True)
 class Measured:
-    """Both engines in one run, with log-probabilities: `Measured(parameters=0.6e9, native_tokens_per_s=30e3, vllm_tokens_per_s=15e3)`."""
+    """Two lines that one call of benchmarks/decode.py printed, `side=hybridflow` and `side=vllm`, log-probabilities on.
 
+    `Measured("qwen3-0.6b", 0.6e9, native_tokens_per_s=30e3, vllm_tokens_per_s=15e3, device="H200")`.
+    """
+
+    shape: str
     parameters: float
     native_tokens_per_s: float
     vllm_tokens_per_s: float
+    device: str
 
 
-MEASURED: tuple[Measured, ...] = ()
-"""What `auto` goes by on a GPU, from docs/performance.md. Empty until both engines have been measured in one run."""
+MEASURED: tuple[Measured, ...] = (Measured("qwen3-0.6b", 0.6e9, 26_790, 22_206, device="H200"),)
+"""What `auto` goes by on a GPU: for each shape the 256 rows of 100 to 1,024 tokens of docs/performance.md (for one that is not run there
+256 rows of 128 + 512), both sides from one machine. Without rows `auto` is native."""
 
 
 def find_installed() -> frozenset[str]:
@@ -99,5 +105,5 @@ def _choose(
         return Choice("native", "nothing measured for this model is faster, and it needs no second copy of the weights")
     nearest = min(measured, key=lambda row: max(row.parameters / parameters, parameters / row.parameters))
     native, vllm = nearest.native_tokens_per_s, nearest.vllm_tokens_per_s
-    told = f"measured at {nearest.parameters / 1e9:.2g}B parameters, native {native:,.0f} and vLLM {vllm:,.0f} tokens/s"
+    told = f"measured for {nearest.shape} on one {nearest.device}, native {native:,.0f} and vLLM {vllm:,.0f} tokens/s"
     return Choice("vllm" if vllm > native else "native", told)
