@@ -17,6 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hybridflow.algorithms.losses import PolicyLoss, SFTLoss
 from hybridflow.batch import Batch
+from hybridflow.config import ConfigError
 from hybridflow.models import fresh_model
 from hybridflow.models.attention import AttentionForm
 from hybridflow.models.attention_padded import SharedPlan
@@ -140,14 +141,12 @@ def test_log_probabilities_are_those_of_rows_by_themselves() -> None:
     assert all(np.array_equal(one, other) for one, other in zip(*everything, strict=True))
 
 
-def test_exact_numerics_share_nothing() -> None:
-    rows = build_rows()
-    engines = []
-    for share in (False, True):
-        model = fresh_model({"model_type": "qwen3", **CONFIG, **FAMILIES["qwen3"]}, seed=1, numerics="exact")
-        engines.append(TrainEngine(model, TrainSettings(share_prompts=share)))
-    plain, shared = (engine.log_prob(rows, 1.0) for engine in engines)
-    assert all(np.array_equal(one, other) for one, other in zip(plain, shared, strict=True))
+def test_exact_numerics_refuse_to_share() -> None:
+    model = fresh_model({"model_type": "qwen3", **CONFIG, **FAMILIES["qwen3"]}, seed=1, numerics="exact")
+    with pytest.raises(
+        ConfigError, match="train.share_prompts is true, but numerics 'exact' computes each row by itself"
+    ):
+        TrainEngine(model, TrainSettings(share_prompts=True))
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,6 +1,13 @@
 """Models: Hugging Face checkpoints, the attention function, the key-value cache and the language-model head."""
 
-from hybridflow.models.adapter_files import ADAPTER_CONFIG, AdapterForm, describe_adapter, read_form
+from hybridflow.models.adapter_files import (
+    ADAPTER_CONFIG,
+    AdapterForm,
+    describe_adapter,
+    describe_form,
+    read_form,
+    write_adapter,
+)
 from hybridflow.models.attention import Packed, Paged
 from hybridflow.models.head import Head, compute_log_softmax, compute_logits, predicted_positions
 from hybridflow.models.head_logprobs import compute_logprobs
@@ -16,6 +23,7 @@ from hybridflow.models.lora import (
     compute_base_checksum,
     compute_merged,
     has_adapter,
+    iter_base_weights,
     iter_merged_onto,
     iter_merged_weights,
     load_adapter,
@@ -48,11 +56,13 @@ __all__ = [
     "compute_logprobs",
     "compute_merged",
     "describe_adapter",
+    "describe_form",
     "fresh_model",
     "has_adapter",
     "load_adapter",
     "load_model",
     "load_tokenizer",
+    "iter_base_weights",
     "iter_merged_onto",
     "iter_merged_weights",
     "merge_adapter",
@@ -64,4 +74,5 @@ __all__ = [
     "save_adapter_config",
     "save_description",
     "save_model",
+    "write_adapter",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -130,6 +130,19 @@ def write_adapter(directory: str | os.PathLike[str], config: Mapping[str, Any], 
     tensors = {_PREFIX + name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
     save_file(tensors, Path(directory) / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     write_adapter_config(directory, config)
+
+
+def describe_form(form: AdapterForm, names: Iterable[str]) -> dict[str, Any]:
+    """What `adapter_config.json` holds for a plain LoRA adapter with weights of these plain names."""
+    layers = {name.partition(".lora_")[0] for name in names}
+    return {
+        "peft_type": "LORA",
+        "r": form.rank,
+        "lora_alpha": form.alpha,
+        "use_rslora": form.rslora,
+        "target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
+        "bias": "none",
+    }
 
 
 def write_adapter_config(directory: str | os.PathLike[str], config: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hybridflow.models.exact import matmul_rows
+from hybridflow.models.exact import log_softmax_rows, matmul_rows
 from hybridflow.models.head_passes import scale_logits
 
 
@@ -53,7 +53,7 @@ class Head:
     weight:      [V, D], the module's own parameter (shared with the embedding where tied), or the rows of it that are here.
     softcap:     None for families without one.
     logit_scale: factor on the raw logits, 1.0 for families without one.
-    exact:       a row's result is bit-equal whatever rows are beside it (CPU, float32).
+    exact:       a row's result is bit-equal whatever rows are beside it.
     vocabulary:  None where the weight is whole.
     """
 
@@ -92,17 +92,20 @@ def compute_logits(hidden_TD: Tensor, head: Head, temperature: float = 1.0) -> T
         return scale_logits(raw_TV, head.logit_scale, head.softcap, temperature)
 
 
-def compute_log_softmax(logits_TV: Tensor) -> Tensor:
+def compute_log_softmax(logits_TV: Tensor, *, exact: bool = False) -> Tensor:
     """Log-probabilities over the vocabulary, [T, V].
 
-    The one function of rollout and trainer, so that both agree bit for bit; each row is reduced by itself.
+    The one function of rollout and trainer, so that both agree bit for bit in exact mode (`exact`), where a row is reduced in one order
+    in any company; on a GPU torch's own order depends on where the row lies.
     """
-    return torch.log_softmax(logits_TV, dim=-1)
+    return log_softmax_rows(logits_TV) if exact else torch.log_softmax(logits_TV, dim=-1)
 
 
 def compute_product(rows_TD: Tensor, matrix: Tensor, head: Head) -> Tensor:
-    """Rows times a matrix, in this head's numerics."""
-    return matmul_rows(rows_TD, matrix) if head.exact else rows_TD @ matrix
+    """Rows times a matrix, in this head's numerics: rounded to the rows' dtype in fast ones, to no less than float32 in exact ones."""
+    if head.exact:
+        return matmul_rows(rows_TD, matrix, dtype=torch.promote_types(rows_TD.dtype, torch.float32))
+    return rows_TD @ matrix
 
 
 def check_temperature(temperature: float) -> None:

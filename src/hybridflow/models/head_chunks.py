@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybridflow.models.exact import multiply_fixed, uses_kernels
 from hybridflow.models.head import Head, compute_product
 
 # Logits of a chunk: 64 MiB of float32 on the CPU; 512 MiB on a GPU, where each chunk also passes over the whole weight gradient; 1 GiB of
@@ -111,19 +112,22 @@ class HeadGradients:
         return None if self._total_VD is None else self._total_VD.to(self._weight_VD.dtype)
 
     def add(self, chunk: slice, hidden_CD: Tensor, grad_CV: Tensor) -> None:
-        """grad_CV is in the weight's dtype."""
+        """grad_CV is rounded to the weight's dtype."""
+        grad_CV = grad_CV.to(self._weight_VD.dtype)
         if self.hidden_TD is not None:
-            grad_CD = compute_product(grad_CV, self._weight_VD, self._head)
+            grad_CD = compute_product(grad_CV, self._weight_VD, self._head).to(self.hidden_TD.dtype)
             if self._rows is None:
                 self.hidden_TD[chunk] = grad_CD
             else:
                 self.hidden_TD.index_copy_(0, self._rows[chunk], grad_CD)
         if self._total_VD is not None:
-            _add_product(self._total_VD, grad_CV.t(), hidden_CD)
+            _add_product(self._total_VD, grad_CV.t(), hidden_CD, self._head)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if total.dtype == left.dtype:
+def _add_product(total: Tensor, left: Tensor, right: Tensor, head: Head) -> None:
+    if head.exact and uses_kernels(total.device):
+        multiply_fixed(left, right, total)
+    elif total.dtype == left.dtype:
         total.addmm_(left, right)
     elif left.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)

@@ -39,7 +39,8 @@ def compute_logprobs(
                   slow scatter on the CPU.
     passes:       how a chunk's logits are read. "softmax": by `compute_log_softmax`, bit-equal to what a rollout samples from;
                   "fused": from sums that shards of the vocabulary can add up; "compiled": the same, by torch.compile. None takes
-                  softmax on the CPU, compiled on a GPU (fused without Triton), fused for a shard on the CPU. They differ by rounding.
+                  softmax on the CPU and in exact mode, compiled on a GPU (fused without Triton), fused for a shard on the CPU. They differ
+                  by rounding.
     keep_logits_bytes: raw logits that may stay for the backward pass, which computes those of the other chunks again, bit-equal.
                   None takes a quarter of the GPU's free memory, and 0 on the CPU. Needs passes other than softmax.
     returns:      (logprobs [M] float32, entropy [M] float32 or None), in nats, at the given temperature; float64 for a float64 head.
@@ -82,7 +83,7 @@ def _build_settings(
 
 
 def _select_passes(head: Head) -> Passes:
-    if head.weight.device.type == "cpu":
+    if head.weight.device.type == "cpu" or head.exact:
         return "softmax" if head.vocabulary is None else "fused"
     return "compiled" if can_compile(head.weight.device) else "fused"
 

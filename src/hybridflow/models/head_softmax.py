@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridflow.models.exact import sum_rows
 from hybridflow.models.head import Head, compute_log_softmax, compute_product
 from hybridflow.models.head_chunks import ChunkSettings, HeadGradients, take_rows
 from hybridflow.models.head_passes import scale_logits
@@ -27,10 +28,10 @@ class SoftmaxFunction(torch.autograd.Function):
         entropy = torch.empty_like(logprobs) if settings.with_entropy else logprobs.new_empty(0)
         for chunk in settings.iter_chunks(targets_M.shape[0]):
             logits_CV = _chunk_logits(take_rows(hidden_TD, rows, chunk), weight_VD, settings)
-            logp_CV = compute_log_softmax(logits_CV)
+            logp_CV = compute_log_softmax(logits_CV, exact=settings.head.exact)
             logprobs[chunk] = logp_CV.gather(1, targets_M[chunk, None]).squeeze(1)
             if settings.with_entropy:
-                entropy[chunk] = _entropy(logp_CV, torch.exp(logp_CV))
+                entropy[chunk] = _entropy(logp_CV, torch.exp(logp_CV), settings.head)
         ctx.save_for_backward(hidden_TD, weight_VD, targets_M, rows)
         ctx.settings = settings
         return logprobs, entropy
@@ -47,13 +48,14 @@ class SoftmaxFunction(torch.autograd.Function):
             grad_CV = _logits_gradient(
                 hidden_CD, weight_VD, targets_M[chunk, None], grad_logprob[chunk, None], entropy_part, settings
             )
-            gradients.add(chunk, hidden_CD, grad_CV.to(weight_VD.dtype))
+            gradients.add(chunk, hidden_CD, grad_CV)
         return gradients.hidden_TD, gradients.weight_VD, None, None, None
 
 
-def _entropy(logp_CV: Tensor, p_CV: Tensor) -> Tensor:
+def _entropy(logp_CV: Tensor, p_CV: Tensor, head: Head) -> Tensor:
     # A token of probability 0 has log-probability -inf at worst; its part is 0.
-    return -(p_CV * logp_CV.clamp(min=torch.finfo(logp_CV.dtype).min)).sum(-1)
+    parts_CV = p_CV * logp_CV.clamp(min=torch.finfo(logp_CV.dtype).min)
+    return -(sum_rows(parts_CV).squeeze(-1) if head.exact else parts_CV.sum(-1))
 
 
 def _logits_gradient(
@@ -67,11 +69,11 @@ def _logits_gradient(
     """Gradient at the raw logits of a chunk: g (onehot - p) for the log-probability, -g p (log p + H) for the entropy."""
     head, temperature = settings.head, settings.temperature
     logits_CV = _chunk_logits(hidden_CD, weight_VD, settings)
-    logp_CV = compute_log_softmax(logits_CV)
+    logp_CV = compute_log_softmax(logits_CV, exact=head.exact)
     p_CV = torch.exp(logp_CV)
     grad_CV = p_CV * -grad_logprob_C1
     if grad_entropy_C1 is not None:
-        entropy_C1 = _entropy(logp_CV, p_CV).unsqueeze(1)
+        entropy_C1 = _entropy(logp_CV, p_CV, head).unsqueeze(1)
         surprise_CV = logp_CV.clamp_(min=torch.finfo(logp_CV.dtype).min).add_(entropy_C1)
         grad_CV.sub_(surprise_CV.mul_(p_CV).mul_(grad_entropy_C1))
     grad_CV.scatter_add_(1, targets_C1, grad_logprob_C1.to(grad_CV.dtype))

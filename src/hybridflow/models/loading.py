@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -25,6 +30,13 @@ from hybridflow.models.families import UnsupportedModelError, check_family, find
 from hybridflow.models.lora import iter_merged_weights, plain_name
 from hybridflow.models.model import LanguageModel
 from hybridflow.types import Numerics
+
+# Values that Transformers still takes by names of before, and turns into those of now; one that `check_family` has a word about; and one
+# that attention reads in families whose configs do not name it.
+_OTHER_FIELDS = (
+    "rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern", "torch_dtype", "quantization_config",
+    "head_dim",
+)  # fmt: skip
 
 
 def load_model(
@@ -41,8 +53,9 @@ def load_model(
     Raises UnsupportedModelError (a ValueError) for a family that hybridflow does not serve.
     """
     directory = _checked_directory(path)
-    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+    config = read_model_config(directory, trust_remote_code=trust_remote_code)
     check_family(config)
+    check_weight_files(directory)
     if not list(directory.glob("*.safetensors")):
         raise UnsupportedModelError(
             f"no .safetensors file in {directory}: other formats are not read, save_pretrained writes it"
@@ -59,6 +72,31 @@ def load_model(
     )
     _check_weights(directory, report)
     return LanguageModel(module.to(device).eval(), numerics)
+
+
+def read_model_config(directory: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration of a Hugging Face directory. Raises UnsupportedModelError where it cannot be read."""
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise UnsupportedModelError(
+            f"config.json in '{directory}' cannot be read ({_one_line(error)}); save the model again, or correct the file"
+        ) from None
+
+
+def check_weight_files(directory: str | os.PathLike[str]) -> None:
+    """Raises UnsupportedModelError for a safetensors file that is cut off, or something else; reads headers alone."""
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        try:
+            safe_open(path, framework="pt").__exit__(None, None, None)
+        except (OSError, SafetensorError) as error:
+            raise UnsupportedModelError(
+                f"'{path}' is no whole safetensors file ({_one_line(error)}); copy it again (what Git LFS leaves in its place is no file)"
+            ) from None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def _checked_directory(path: str | os.PathLike[str]) -> Path:
@@ -116,8 +154,24 @@ def build_config(config: PretrainedConfig | dict[str, Any] | str | os.PathLike[s
                 "the model config has no model_type: name a family, for example model_type: llama"
             )
         find_family(fields["model_type"])
-        return AutoConfig.for_model(fields.pop("model_type"), **fields)
-    return AutoConfig.from_pretrained(config, local_files_only=True, trust_remote_code=False)
+        return _build_from(fields.pop("model_type"), fields)
+    return read_model_config(config)
+
+
+def _build_from(family: str, values: dict[str, Any]) -> PretrainedConfig:
+    # Transformers keeps a value that it does not know, and takes its own default for the one that was meant.
+    known = [*(field.name for field in dataclasses.fields(CONFIG_MAPPING[family])), *_OTHER_FIELDS]
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = f"the nearest is '{near[0]}'; correct it or take it out" if near else "take it out"
+            raise UnsupportedModelError(f"the model config's '{name}' is none of a {family}'s values; {remedy}")
+    try:
+        return AutoConfig.for_model(family, **values)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise UnsupportedModelError(
+            f"the model config cannot be used ({_one_line(error)}); correct the value"
+        ) from None
 
 
 def _cast_parameters(module: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -134,8 +188,14 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path, use_fast=True, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UnsupportedModelError(
-            f"no tokenizer can be read from '{path}' ({str(error).splitlines()[0]}); give a directory with a tokenizer.json"
+            f"model.tokenizer: no tokenizer can be read from '{path}' ({_why_no_tokenizer(Path(path), error)}); give a directory with a "
+            "tokenizer.json"
         ) from None
+
+
+def _why_no_tokenizer(directory: Path, error: Exception) -> str:
+    there = (directory / "tokenizer.json").is_file()
+    return str(error).splitlines()[0] if there else "it holds no tokenizer.json"
 
 
 def save_model(

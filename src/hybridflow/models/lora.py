@@ -177,6 +177,11 @@ def adapter_weights(model: LanguageModel) -> dict[str, Parameter]:
     return {plain_name(name): weight for name, weight in model.module.named_parameters() if _is_adapter(name)}
 
 
+def iter_base_weights(model: LanguageModel) -> Iterator[tuple[str, Parameter]]:
+    """The live parameters beside the adapter by their plain names, in the order of the model."""
+    return ((plain_name(name), weight) for name, weight in model.module.named_parameters() if not _is_adapter(name))
+
+
 @torch.no_grad()
 def compute_base_checksum(model: LanguageModel) -> str:
     """`bfloat16:1234567` of the weights beside the adapter, from their bits: another one where a weight differs, but for chance.
@@ -185,8 +190,7 @@ def compute_base_checksum(model: LanguageModel) -> str:
     """
     total = 0
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    base = (weight for name, weight in model.module.named_parameters() if not _is_adapter(name))
-    for place, weight in enumerate(base, start=1):
+    for place, (_, weight) in enumerate(iter_base_weights(model), start=1):
         total += place * int(weight.contiguous().view(-1).view(words[weight.element_size()]).sum(dtype=torch.int64))
     return f"{str(model.dtype).removeprefix('torch.')}:{total}"
 

@@ -15,10 +15,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridflow.models.attention import ATTENTION_NAME, AttentionPass, AttentionPlan, Packed, Paged
 from hybridflow.models.attention_exact import ExactPlan
+from hybridflow.models.attention_exact_gpu import ExactKernelPlan
 from hybridflow.models.attention_fused import KERNELS, FusedPlan, KernelName, choose_fused
 from hybridflow.models.attention_padded import PaddedPlan, PagedPlan, SharedPlan
 from hybridflow.models.attention_varlen import VarlenPagedPlan, VarlenPlan, serves_varlen
-from hybridflow.models.exact import ExactMath, check_exact, pad_rows
+from hybridflow.models.exact import ExactMath, check_exact, pad_rows, uses_kernels
 from hybridflow.models.head import Head, VocabularyShard
 from hybridflow.models.kv_cache import PagedKVCache
 from hybridflow.types import Numerics
@@ -30,7 +31,7 @@ class LanguageModel:
     """A Hugging Face causal language model whose module tree and parameters stay as they are.
 
     Made by `load_model` or `fresh_model`. The module is in eval mode: post-training runs without dropout.
-    numerics: "exact" (CPU, float32) makes a row's numbers independent of all that is computed beside it.
+    numerics: "exact" makes a row's numbers independent of all that is computed beside it; see `check_exact` for where it holds.
 
     device, dtype: where passes are computed and in which numbers, those of the weights when the model was built; weights that are later
                    kept in shards may have others.
@@ -126,7 +127,7 @@ class LanguageModel:
         tokens = tokens_T.to(self.device, torch.long, non_blocking=True)
         positions = positions_T.to(self.device, torch.long, non_blocking=True)
         exact = self.numerics == "exact"
-        if exact:
+        if exact and not uses_kernels(self.device):
             tokens, positions = pad_rows(tokens), pad_rows(positions)
         attention_pass = AttentionPass(plan)
         with ExactMath() if exact else contextlib.nullcontext():
@@ -159,6 +160,8 @@ class LanguageModel:
         rows = (attention.cu_seqlens, attention.max_len, self.device, attention.keys)
         match self.packed_attention:
             case "exact" if attention.keys is None:
+                if uses_kernels(self.device):
+                    return ExactKernelPlan.packed(attention.lengths, self.device)
                 return ExactPlan.packed(attention.lengths)
             case "exact":
                 raise ValueError(
@@ -176,6 +179,8 @@ class LanguageModel:
 
     def _plan_paged(self, attention: Paged) -> AttentionPlan:
         if self.numerics == "exact":
+            if uses_kernels(self.device):
+                return ExactKernelPlan.paged(attention, self.device)
             return ExactPlan.paged(attention)
         fresh = None
         if attention.cu_query is not None and torch.equal(

@@ -89,11 +89,11 @@ def resolve_layers(
     """
     on_gpu, exact = model.device.type == "cuda", model.numerics == "exact"
     check_layers(checkpointing, compiled, offload, on_gpu=on_gpu, exact=exact)
-    compiles = plan_compile(compiled, workload)
+    compiles = not exact and plan_compile(compiled, workload)
     if checkpointing != "auto":
         return LayerMode(checkpointing, compiles, offload)
     if exact:
-        return LayerMode("none", compiles)
+        return LayerMode("none", False)
     chosen = "full" if offload else plan_checkpointing(workload, budget_bytes, compiled=compiles)
     _tell_choice(chosen, workload, budget_bytes, compiles)
     return LayerMode(chosen, compiles, offload, auto=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hybridflow.config import Field, settings
+from hybridflow.config import ConfigError, Field, settings
 from hybridflow.models import LoraSettings
 from hybridflow.train_engine.layers import CheckpointingSetting, CompileSetting
 from hybridflow.train_engine.mesh import ParallelConfig
@@ -21,7 +21,7 @@ class TrainSettings:
     gradient beyond rounding."""
     share_prompts: bool = False
     """Computes the tokens that rows begin with, as the samples of a prompt do, once for all of them, forward and backward; same
-    gradients but for rounding. Worth it where prompts are long beside responses. Exact numerics compute each row by itself."""
+    gradients but for rounding. Worth it where prompts are long beside responses. Exact numerics refuse it: rows are computed apart."""
     parallel_config: ParallelConfig = Field(default_factory=ParallelConfig)
     """How trainers share the model: data, tensor and sequence parallel, and over how many its storage is split."""
     lora: LoraSettings | None = None
@@ -56,3 +56,11 @@ class TrainSettings:
                 "offload is 'parameters', but parallel_config.shard is 1, which keeps weights whole; set shard to 0, or offload to "
                 "'optimizer'"
             )
+
+
+def check_sharing(share_prompts: bool, *, exact: bool) -> None:
+    """Raises ConfigError where rows may not share what they begin with."""
+    if exact and share_prompts:
+        raise ConfigError(
+            "train.share_prompts is true, but numerics 'exact' computes each row by itself; write false, or numerics=fast"
+        )
