@@ -10,6 +10,7 @@ import torch
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
+from hybridflow.models import fresh_model
 from hybridflow.models.head_passes import scale_logits
 from hybridflow.rollout.native.draws import compute_keys, compute_uniforms
 from hybridflow.rollout.native.sampler import sample_tokens
@@ -23,6 +24,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 from hybridflow.rollout.native import kernels  # noqa: E402
+from hybridflow.rollout.native.layers import FusedLayers  # noqa: E402
+from hybridflow.rollout.native.plans import StepPlan  # noqa: E402
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCE = {F32: 1e-5, F16: 2e-3, BF16: 1e-2}
@@ -60,6 +63,90 @@ def test_attention(kv_heads, group, head_dim, window, softcap, dtype):
         )  # fmt: skip
         assert distance(got, expected) < TOLERANCE[dtype]
         assert not got[[1, 8]].any()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "normed", "shares", "splits"),
+    [
+        (8, 2, 128, True, 0, 1),
+        (2, 6, 128, False, 4, 4),
+        (4, 7, 128, False, 0, 4),
+        (3, 1, 80, True, 2, 4),
+        (1, 16, 64, False, 3, 1),
+    ],
+)
+def test_joint_attention_is_rotation_and_attention(kv_heads, group, head_dim, normed, shares, splits, dtype):
+    """Against the two kernels on the same joint projection; the newest token's slot holds NaN before."""
+    keys, values, tables, lengths = reference.build_cache(LENGTHS, kv_heads, head_dim, dtype, "cuda", width=22)
+    heads, rows = kv_heads * group, len(LENGTHS)
+    columns = (heads + 2 * kv_heads) * head_dim
+    whole = reference.draw(rows, columns, dtype=dtype, device="cuda", seed=1)
+    bias = reference.draw(columns, dtype=dtype, device="cuda", seed=2)
+    qkv = whole
+    if shares:
+        qkv = reference.draw(shares, rows, columns, dtype=F32, device="cuda", seed=3)
+        qkv[-1] = whole.float() - bias.float() - qkv[:-1].sum(0)
+        whole = (sum(qkv[1:], start=qkv[0]) + bias.float()).to(dtype)
+    cos, sin = reference.build_tables(700, head_dim, dtype, "cuda")
+    gains = [reference.draw(head_dim, dtype=dtype, device="cuda", seed=s) for s in (4, 5)] if normed else [None, None]
+    norms = {"query_norm": gains[0], "key_norm": gains[1], "eps": 1e-6}
+    positions = (lengths.long() - 1).clamp(min=0)
+    slots = tables[torch.arange(rows, device="cuda"), positions // 32].long() * 32 + positions % 32
+    slots = torch.where(lengths > 0, slots, -1)
+    their_keys, their_values = keys.clone(), values.clone()
+    query = kernels.rotate_and_store(
+        whole, cos, sin, positions, slots, their_keys, their_values, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
+        **norms,
+    )  # fmt: skip
+    expected = reference.attend(query, (their_keys, their_values, tables, lengths), head_dim**-0.5, None, None)
+    live = slots[slots >= 0]
+    keys[live] = values[live] = torch.nan
+    arrivals = torch.zeros(rows * kv_heads, dtype=torch.int32, device="cuda")
+    plan = kernels.plan_attention(rows, kv_heads, 22, head_dim * query.element_size(), 132)._replace(num_splits=splits)
+    for _ in range(2):
+        got = torch.full_like(query, float("nan"))
+        kernels.attend_and_store(
+            qkv, bias, cos, sin, keys, values, tables, lengths, arrivals, num_heads=heads, scale=head_dim**-0.5, out=got,
+            plan=plan, **norms,
+        )  # fmt: skip
+        assert distance(got, expected) < TOLERANCE[dtype]
+        assert not got[[1, 8]].any() and not arrivals.any()
+    assert distance(keys[live], their_keys[live].cpu().double()) < (1e-6 if dtype == F32 else 1e-3)
+    assert torch.equal(values[live], their_values[live])
+    untouched = torch.ones(len(keys), dtype=torch.bool, device="cuda").index_fill_(0, live, False)
+    assert torch.equal(keys[untouched].nan_to_num(7), their_keys[untouched].nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    ("rows", "splits", "turned"), [(1, 1, True), (32, 4, True), (33, 1, False), (64, 3, True), (150, 2, False)]
+)
+def test_products_of_few_rows(rows, splits, turned, dtype):
+    x = reference.draw(rows, 1536 + 64, dtype=dtype, device="cuda", seed=0)[:, :1536]
+    weight = reference.draw(2000, 1536, dtype=dtype, device="cuda", seed=1, spread=0.03)
+    bias = reference.draw(2000, dtype=dtype, device="cuda", seed=2)
+    depth = 32 if dtype == F32 else 128
+    plan = kernels.ProductPlan(32, 64, depth, splits, num_warps=4, num_stages=3, turned=turned)
+    got = kernels.multiply(x, weight, bias, plan)
+    got = got if splits == 1 else kernels.add_shares(got, bias, dtype)
+    expected = x.cpu().double() @ weight.cpu().double().T + bias.cpu().double()
+    assert distance(got, expected) < TOLERANCE[dtype]
+    assert distance(got, expected) < 1.1 * distance(torch.nn.functional.linear(x, weight, bias), expected) + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize(
+    "plan", [(32, 32, 128, 1, 4, 3, False), (64, 64, 64, 1, 4, 3, True), (128, 128, 64, 1, 8, 3, False)]
+)
+def test_gated_products(plan, dtype):
+    x = reference.draw(75, 1536, dtype=dtype, device="cuda", seed=0)
+    gate_up = reference.draw(2 * 1000, 1536, dtype=dtype, device="cuda", seed=1, spread=0.03)
+    got = kernels.multiply_gated(x, gate_up, "silu", kernels.ProductPlan(*plan))
+    expected = reference.gate(x.cpu().double() @ gate_up.cpu().double().T, "silu")
+    assert distance(got, expected) < TOLERANCE[dtype]
+    theirs = kernels.gated_act(torch.nn.functional.linear(x, gate_up), "silu")
+    assert distance(got, expected) < 1.1 * distance(theirs, expected)
 
 
 def test_attention_of_one_key_is_its_value():
@@ -132,6 +219,42 @@ def test_gated_act(act, dtype, width):
     x, up = gate_up.chunk(2, -1)
     theirs = (torch.nn.functional.silu(x) if act == "silu" else torch.nn.functional.gelu(x, approximate="tanh")) * up
     assert dtype == F32 or (got == theirs).float().mean() > (0.99 if act == "silu" else 0.9)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("rows", [3, 40, 100])
+def test_a_planned_step_gives_what_plain_kernels_give(family, rows):
+    """Eagerly, and three times over from a graph with the same bits: what one step signs in, the next finds cleared."""
+    config = {
+        "model_type": family, "vocab_size": 1000, "hidden_size": 512, "intermediate_size": 640, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    model = fresh_model(config, seed=1, dtype=BF16, device="cuda")
+    layers, lengths = FusedLayers(model), [0, 300, 33, *(1 + 17 * row % 500 for row in range(rows - 3))]
+    *_, tables, contexts = reference.build_cache(lengths, 1, 1, F32, "cuda", width=32)
+    cache = model.new_cache(int(tables.max()) + 2)
+    cache.keys.normal_(), cache.values.normal_()
+    positions = (contexts.long() - 1).clamp(min=0)
+    slots = tables[torch.arange(rows, device="cuda"), positions // 32].long() * 32 + positions % 32
+    slots[contexts == 0] = len(cache.keys[0]) - 1
+    tokens = torch.arange(rows, device="cuda")
+    with torch.inference_mode():
+        assert layers.plan(rows, 32) != StepPlan()
+        inputs = (tokens, positions, slots, tables, contexts, cache)
+        plain = layers.decode_states(*inputs, StepPlan())
+        keys, values = cache.keys.clone(), cache.values.clone()
+        found = layers.decode_states(*inputs)
+        assert distance(found[1:], plain[1:].cpu().double()) < 0.02
+        live = slots[contexts > 0]
+        assert distance(cache.keys[:, live], keys[:, live].cpu().double()) < 0.02
+        assert distance(cache.values[:, live], values[:, live].cpu().double()) < 0.02
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = layers.decode_states(*inputs)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(captured[1:], found[1:])
 
 
 def draw_keys(rows):

@@ -134,6 +134,114 @@ def test_norms(dtype, offset):
         assert dtype == F32 or (got == module(x)).float().mean() > 0.995
 
 
+@pytest.mark.parametrize(("shares", "splits"), [(0, 1), (3, 3)])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "normed"), [(2, 6, 128, False), (2, 2, 64, True), (1, 16, 80, False)]
+)
+def test_joint_attention_is_rotation_and_attention(shares, splits, kv_heads, group, head_dim, normed):
+    """Against both in float64; the newest token's slot holds NaN before."""
+    cache = reference.build_cache(LENGTHS, kv_heads, head_dim, F32, "cpu", width=11)
+    keys, values, tables, lengths = cache
+    heads, rows = kv_heads * group, len(LENGTHS)
+    columns = (heads + 2 * kv_heads) * head_dim
+    shape = (shares, rows, columns) if shares else (rows, columns)
+    qkv = reference.draw(*shape, dtype=F32, device="cpu", seed=1)
+    bias = reference.draw(columns, dtype=F32, device="cpu", seed=2)
+    cos, sin = reference.build_tables(400, head_dim, F32, "cpu")
+    gains = [reference.draw(head_dim, dtype=F32, device="cpu", seed=s) for s in (3, 4)] if normed else [None, None]
+    live = [row for row, length in enumerate(LENGTHS) if length]
+    slots = torch.tensor([int(reference.find_slots(tables[row], LENGTHS[row])[-1]) for row in live])
+    keys[slots] = values[slots] = torch.nan
+    before = keys.clone(), values.clone()
+    arrivals = torch.zeros(rows * kv_heads, dtype=torch.int32)
+    got = kernels.attend_and_store(
+        qkv, bias, cos, sin, *cache, arrivals, num_heads=heads, scale=0.3, query_norm=gains[0], key_norm=gains[1], eps=1e-6,
+        plan=kernels.AttentionPlan(splits, tile=64, num_warps=4, num_stages=3),
+    )  # fmt: skip
+    whole = (qkv.double().sum(0) + bias if shares else qkv.double()).reshape(rows, -1, head_dim)
+    parts = whole.split([heads, kv_heads, kv_heads], 1)
+    positions = (lengths.long() - 1).clamp(min=0)
+    normed_parts = [x if g is None else reference.norm(x, g, 1e-6, 0.0) for x, g in zip(parts, gains, strict=False)]
+    query, key = (reference.rotate(x, cos, sin, positions) for x in normed_parts)
+    torch.testing.assert_close(keys[slots].double(), key[live], rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(values[slots].double(), parts[2][live], rtol=1e-5, atol=1e-5)
+    others = torch.ones(len(keys), dtype=torch.bool).index_fill_(0, slots, False)
+    assert all(torch.equal(x[others].nan_to_num(), y[others].nan_to_num()) for x, y in zip(cache, before, strict=False))
+    torch.testing.assert_close(got.double(), reference.attend(query, cache, 0.3, None, None), rtol=0, atol=5e-5)
+    assert not got[1].any() and not arrivals.any()
+
+
+def test_joint_attention_names_what_does_not_fit():
+    keys, values, tables, lengths = reference.build_cache([3, 4], 1, 64, F32, "cpu")
+    cos, sin = reference.build_tables(4, 64, F32, "cpu")
+    arrivals = torch.zeros(2, dtype=torch.int32)
+
+    def call(qkv, cos=cos, arrivals=arrivals):
+        kernels.attend_and_store(
+            qkv, None, cos, sin, keys, values, tables, lengths, arrivals, num_heads=2, scale=1.0
+        )  # fmt: skip
+
+    with pytest.raises(ValueError, match=r"the projection is \(2, 192\) and 2 rows of 2 \+ 2 \* 1 heads of 64"):
+        call(torch.zeros(2, 192))
+    with pytest.raises(ValueError, match="tables of 32 columns do not fit a cache of 1 heads of 64"):
+        call(torch.zeros(2, 256), cos=cos[:, :32])
+    with pytest.raises(ValueError, match="room for 1 arrivals and 2 rows of 1 heads need more"):
+        call(torch.zeros(2, 256), arrivals=arrivals[:1])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("rows", "splits"), [(5, 1), (37, 4)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_of_few_rows(turned, rows, splits, biased):
+    x = reference.draw(rows, 256 + 8, dtype=F32, device="cpu", seed=0)[:, :256]
+    weight = reference.draw(200, 256, dtype=F32, device="cpu", seed=1)
+    bias = reference.draw(200, dtype=F32, device="cpu", seed=2) if biased else None
+    plan = kernels.ProductPlan(16, 64, 64, splits, num_warps=4, num_stages=3, turned=turned)
+    got = kernels.multiply(x, weight, bias, plan)
+    assert got.shape == ((splits, rows, 200) if splits > 1 else (rows, 200))
+    got = got if splits == 1 else kernels.add_shares(got, bias, F32)
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=5e-5)
+
+
+def test_a_product_in_uneven_shares():
+    """Five steps of the sum over four programs are three shares, and 10 columns of a tile are beyond the weights."""
+    x = reference.draw(3, 320, dtype=F32, device="cpu", seed=0)
+    weight = reference.draw(54, 320, dtype=F32, device="cpu", seed=1)
+    got = kernels.multiply(x, weight, None, kernels.ProductPlan(16, 64, 64, 4, 4, 3))
+    assert got.shape == (3, 3, 54)
+    for share, columns in zip(got, (slice(0, 128), slice(128, 256), slice(256, 320)), strict=True):
+        expected = x[:, columns].double() @ weight[:, columns].double().T
+        torch.testing.assert_close(share.double(), expected, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_gated_products(act, turned):
+    x = reference.draw(37, 128, dtype=F32, device="cpu", seed=0)
+    gate_up = reference.draw(2 * 70, 128, dtype=F32, device="cpu", seed=1, spread=0.2)
+    got = kernels.multiply_gated(x, gate_up, act, kernels.ProductPlan(16, 32, 64, 1, 4, 3, turned))
+    torch.testing.assert_close(got.double(), reference.gate(x.double() @ gate_up.double().T, act), rtol=1e-5, atol=5e-5)
+
+
+def test_products_name_what_does_not_fit():
+    x, weight = torch.zeros(2, 96), torch.zeros(8, 96)
+    with pytest.raises(ValueError, match=r"depth=64.* does not serve inputs of 96 columns and weights \(8, 96\)"):
+        kernels.multiply(x, weight, None, kernels.ProductPlan(16, 64, 64, 1, 4, 3))
+    with pytest.raises(ValueError, match="gated sums have one split"):
+        kernels.multiply_gated(x, weight, "silu", kernels.ProductPlan(16, 64, 32, 2, 4, 3))
+
+
+def test_a_norm_of_a_sum_in_shares_rounds_it_first():
+    shares = reference.draw(3, 7, 144, dtype=F32, device="cpu", seed=0)
+    residual = reference.draw(7, 144, dtype=F16, device="cpu", seed=1)
+    weight = reference.draw(144, dtype=F16, device="cpu", seed=2)
+    apart = residual.clone()
+    got = kernels.add_rms_norm(shares, residual, weight, 1e-5)
+    whole = (shares[0] + shares[1] + shares[2]).half()
+    assert torch.equal(got, kernels.add_rms_norm(whole, apart, weight, 1e-5)) and torch.equal(residual, apart)
+
+
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("dtype", "tables"), [(F32, F32), (F16, F16), (F16, F32)])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (6, 1, 80), (9, 3, 96)])

@@ -14,6 +14,7 @@ from hybridflow.rollout.native import kernels
 from hybridflow.rollout.native.graphs import _State
 from hybridflow.rollout.native.kernels import advance
 from hybridflow.rollout.native.layers import FusedLayers, serves
+from hybridflow.rollout.native.plans import StepPlan
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 97,
@@ -83,6 +84,45 @@ def test_prompts_and_next_tokens_get_the_hidden_states_of_the_module(family: str
     ends = torch.tensor([0, 26, 42], dtype=torch.int32)
     expected = model.hidden_states(whole, positions, Packed(ends, 26))[[25, 41]]
     torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
+
+
+def product(columns: int, splits: int = 1) -> kernels.ProductPlan:
+    return kernels.ProductPlan(16, columns, 32, splits, num_warps=4, num_stages=3)
+
+
+PLANS = {
+    "apart": StepPlan(gate_up=product(16)),
+    "split": StepPlan(joint=True, attention=kernels.AttentionPlan(2, 32, 4, 3, least_keys=32)),
+    "products": StepPlan(True, product(64, 2), product(32, 2), product(64), product(64, 3)),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_every_plan_of_a_decode_step_gives_the_states_of_the_module(family: str, plan: StepPlan) -> None:
+    """Two rows whose newest token meets what is in the cache, and a row that idles."""
+    model = fresh_model({"model_type": family, **CONFIG, **FAMILIES[family]}, seed=1)
+    layers, cache = FusedLayers(model), model.new_cache(6)
+    lengths, tables = torch.tensor([25, 40]), torch.tensor([[3, 0], [1, 2], [0, 0]], dtype=torch.int32)
+    whole = torch.randint(0, 97, (65,))
+    positions = torch.cat([torch.arange(25), torch.arange(40)])
+    slots = torch.cat(
+        [
+            tables[row, positions_R // 32].long() * 32 + positions_R % 32
+            for row, positions_R in enumerate(positions.split([25, 40]))
+        ]
+    )
+    before = torch.ones(65, dtype=torch.bool)
+    before[[24, 64]] = False
+    ends = torch.tensor([0, 24, 63], dtype=torch.int32)
+    model.hidden_states(whole[before], positions[before], Paged(cache, tables[:2], lengths - 1, ends))
+    found = layers.decode_states(
+        torch.tensor([int(whole[24]), int(whole[64]), 3]), torch.tensor([24, 39, 0]),
+        torch.tensor([int(slots[24]), int(slots[64]), 5 * 32]), tables, torch.tensor([25, 40, 0], dtype=torch.int32), cache, plan,
+    )  # fmt: skip
+    expected = model.hidden_states(whole, positions, Packed(torch.tensor([0, 25, 65], dtype=torch.int32), 40))
+    torch.testing.assert_close(found[:2], expected[[24, 64]], atol=3e-5, rtol=1e-4)
+    assert found[2].isfinite().all() and not layers._arrivals[0].any()
 
 
 def test_longer_rows_get_longer_tables_with_the_same_beginning() -> None:

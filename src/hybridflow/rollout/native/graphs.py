@@ -17,6 +17,7 @@ from hybridflow.models.attention import AttentionForm, layer_index
 from hybridflow.models.head_passes import scale_logits
 from hybridflow.rollout.native.draws import compute_uniforms
 from hybridflow.rollout.native.layers import FusedLayers
+from hybridflow.rollout.native.parallel import TensorGroup, can_draw, compute_raw_logits
 from hybridflow.rollout.native.sampler import sample_tokens
 from hybridflow.rollout.native.seats import Seats
 from hybridflow.types import SamplingParams
@@ -31,11 +32,11 @@ _MAX_GRAPHS = 64
 
 
 def can_capture(model: LanguageModel) -> bool:
-    """Whether steps can run as graphs: on a GPU with Triton, in fast numerics, the whole vocabulary here."""
+    """Whether steps can run as graphs: on a GPU with Triton, in fast numerics, with logits of the whole vocabulary."""
     return (
         model.device.type == "cuda"
         and model.numerics == "fast"
-        and model.vocabulary is None
+        and can_draw(model)
         and model.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and find_spec("triton") is not None
     )
@@ -88,17 +89,23 @@ class _State:
 
 
 class GraphWindow:
-    """Steps under way on the device, and their outputs on the way to the host."""
+    """Steps under way on the device, and their outputs on the way to the host.
 
-    def __init__(self, steps: int, tokens: Tensor, logprobs: Tensor) -> None:
-        self.steps = steps
+    group: ranks that the device waits for in each step; one that is gone would never let it end.
+    """
+
+    def __init__(self, steps: int, tokens: Tensor, logprobs: Tensor, group: TensorGroup | None = None) -> None:
+        self.steps, self._group = steps, group
         self._tokens, self._logprobs = (_to_host(part) for part in (tokens, logprobs))
         self._done = torch.cuda.Event()
         self._done.record()
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
         """See `Window`."""
-        self._done.synchronize()
+        if self._group is None:
+            self._done.synchronize()
+        else:
+            self._group.wait(self._done)
         return self._tokens.numpy(), self._logprobs.numpy()
 
 
@@ -115,8 +122,8 @@ class GraphDecoder:
 
     max_steps, ahead = _MAX_STEPS, True
 
-    def __init__(self, model: LanguageModel, fused: FusedLayers | None) -> None:
-        self._model, self._fused = model, fused
+    def __init__(self, model: LanguageModel, fused: FusedLayers | None, group: TensorGroup | None = None) -> None:
+        self._model, self._fused, self._group = model, fused, group
         self._cache: PagedKVCache | None = None
         self._idle_slot = 0
         self._state: _State | None = None
@@ -161,6 +168,8 @@ class GraphDecoder:
     def release(self) -> None:
         """Gives back all memory on the device but that of the weights; `prepare` takes it again."""
         self._graphs.clear()
+        # A pool of graphs that are gone takes no new ones while a tensor of theirs lives.
+        self._pool = torch.cuda.graph_pool_handle()
         self._cache = self._state = None
 
     def seat(self, seats: Seats) -> None:
@@ -190,7 +199,7 @@ class GraphDecoder:
         graph = self._find_graph()
         for _ in range(steps):
             graph.replay()
-        return GraphWindow(steps, state.out_tokens[:steps, :count], state.out_logprobs[:steps, :count])
+        return GraphWindow(steps, state.out_tokens[:steps, :count], state.out_logprobs[:steps, :count], self._group)
 
     def stop(self, seats: np.ndarray) -> None:
         """See `Decoder`."""
@@ -227,7 +236,9 @@ class GraphDecoder:
                 self._step()
         now.wait_stream(self._beside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._beside):
+        # Another thread looks after the collectives of a group, and may ask the device about them meanwhile.
+        mode = "global" if self._group is None else "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._beside, capture_error_mode=mode):
             self._step()
         state.live.copy_(live)
         state.step.zero_()
@@ -248,11 +259,11 @@ class GraphDecoder:
     def _compute_hidden(self, count: int) -> Tensor:
         state, cache = self._get_state(), self._cache
         assert cache is not None
-        plan = _CachedAttention(cache, state.slots[:count], state.tables[:count], state.contexts[:count])
         tokens_B, positions_B = state.tokens[:count], state.positions[:count]
+        where = (state.slots[:count], state.tables[:count], state.contexts[:count])
         if self._fused is not None:
-            return self._fused.hidden_states(tokens_B, positions_B, state.slots[:count], cache, plan.attend_stored)
-        return self._model.planned_states(tokens_B, positions_B, plan)
+            return self._fused.decode_states(tokens_B, positions_B, *where, cache)
+        return self._model.planned_states(tokens_B, positions_B, _CachedAttention(cache, *where))
 
 
 @dataclass(frozen=True)
@@ -307,7 +318,7 @@ def draw_on_device(
     from hybridflow.rollout.native import kernels
 
     head, greedy = model.head, temperature == 0
-    raw_BV = hidden_BD @ head.weight.t()
+    raw_BV = compute_raw_logits(hidden_BD, head)
     heat = 1.0 if greedy else temperature
     if not top_k and top_p == 1.0:
         return kernels.sample(

@@ -5,21 +5,28 @@ All launches fit into a captured CUDA graph: grids follow from shapes, and nothi
 
 from hybridflow.rollout.native.kernels.activations import gated_act
 from hybridflow.rollout.native.kernels.attention import (
-    AttentionPlan,
     build_attention_workspace,
     decode_attention,
     plan_attention,
 )
+from hybridflow.rollout.native.kernels.joint_attention import attend_and_store
 from hybridflow.rollout.native.kernels.norms import add_rms_norm, rms_norm
+from hybridflow.rollout.native.kernels.products import add_shares, multiply, multiply_gated
 from hybridflow.rollout.native.kernels.rotary import rotate_and_store
 from hybridflow.rollout.native.kernels.sampling import sample
+from hybridflow.rollout.native.plans import AttentionPlan, ProductPlan
 
 __all__ = [
     "AttentionPlan",
+    "ProductPlan",
     "add_rms_norm",
+    "add_shares",
+    "attend_and_store",
     "build_attention_workspace",
     "decode_attention",
     "gated_act",
+    "multiply",
+    "multiply_gated",
     "plan_attention",
     "rms_norm",
     "rotate_and_store",

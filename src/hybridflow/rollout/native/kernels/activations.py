@@ -54,6 +54,15 @@ def tanh(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def activate(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
+    """The activation in float32."""
+    x = gate.to(tl.float32)
+    # (1 + tanh(y)) / 2 is the logistic function of 2 y, which loses no digits where tanh is near -1.
+    slope = 2.0 * _SQRT_2_OVER_PI * (x + 0.044715 * x * x * x) if GELU else x
+    return x / (1.0 + tl.exp(-slope))
+
+
+@triton.jit
 def _gate(
     gate_up: tl.tensor, out: tl.tensor, row_stride: tl.tensor, WIDTH: tl.constexpr, GELU: tl.constexpr,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
@@ -64,9 +73,5 @@ def _gate(
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * row_stride + column, mask=column < WIDTH, other=0.0)
     up = tl.load(gate_up + row * row_stride + WIDTH + column, mask=column < WIDTH, other=0.0)
-    x = gate.to(tl.float32)
-    # (1 + tanh(y)) / 2 is the logistic function of 2 y, which loses no digits where tanh is near -1.
-    slope = 2.0 * _SQRT_2_OVER_PI * (x + 0.044715 * x * x * x) if GELU else x
-    active = x / (1.0 + tl.exp(-slope))
-    product = active.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+    product = activate(gate, GELU).to(gate.dtype).to(tl.float32) * up.to(tl.float32)
     tl.store(out + row * WIDTH + column, product.to(gate.dtype), mask=column < WIDTH)

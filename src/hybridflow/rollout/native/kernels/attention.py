@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,6 +16,7 @@ from torch import Tensor
 from hybridflow.models.kv_cache import BLOCK_SIZE
 from hybridflow.rollout.native.kernels.activations import tanh
 from hybridflow.rollout.native.kernels.launch import launch_options, wait_for_inputs
+from hybridflow.rollout.native.plans import AttentionPlan
 
 _PAGE = tl.constexpr(BLOCK_SIZE)
 _LOG2_E = math.log2(math.e)
@@ -27,20 +27,6 @@ _MAX_SPLITS = 32
 # even so, since one long row would go on alone after all others, as long as programs do not become too many.
 _FULL_PROGRAMS_PER_SM, _MOST_PROGRAMS_PER_SM, _LONG_KEYS = 2, 32, 768
 _NO_WINDOW = 2**31 - 1
-
-
-class AttentionPlan(NamedTuple):
-    """How a launch is laid out: `AttentionPlan(num_splits=4, tile=64, num_warps=4, num_stages=3)`.
-
-    tile: keys read at a time, a multiple of 32. num_stages: tiles under way, and one that is computed with.
-    least_keys: keys of a split at least, so that short rows are not split; a multiple of `tile`, since a split begins with one.
-    """
-
-    num_splits: int
-    tile: int
-    num_warps: int
-    num_stages: int
-    least_keys: int = 128
 
 
 def plan_attention(
@@ -60,7 +46,7 @@ def build_attention_workspace(
     max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, num_blocks: int, device: torch.device
 ) -> Tensor:
     """Room for the partial results of launches by `plan_attention`, up to `max_rows` rows and `num_blocks` blocks. float32, flat."""
-    num_sms = _count_sms(device)
+    num_sms = count_sms(device)
     splits = {n: _plan_splits(n, num_kv_heads, num_blocks, num_sms, None)[0] for n in range(1, max_rows + 1)}
     num_partials = max((n * count for n, count in splits.items() if count > 1), default=0) * num_heads
     return torch.empty(_count_padded(num_partials) * (head_dim + 2), dtype=torch.float32, device=device)
@@ -110,7 +96,7 @@ def decode_attention(
             "and a split one of a tile"
         )
     num_partials = num_rows * num_heads * plan.num_splits if plan.num_splits > 1 else 0
-    partial = _split_workspace(workspace, num_partials, head_dim, query_BHK.device)
+    partial = split_workspace(workspace, num_partials, head_dim, query_BHK.device)
     shape = {
         "N": num_kv_heads, "G": num_heads // num_kv_heads, "K": head_dim, "WIDTH": triton.next_power_of_2(head_dim),
         "SPLITS": plan.num_splits, "TILE": plan.tile, "LEAST": plan.least_keys,
@@ -147,11 +133,11 @@ def _plan_splits(
 
 def _plan_for(query_BHK: Tensor, num_kv_heads: int, num_blocks: int, window: int) -> AttentionPlan:
     row_bytes = query_BHK.shape[2] * query_BHK.element_size()
-    return plan_attention(query_BHK.shape[0], num_kv_heads, num_blocks, row_bytes, _count_sms(query_BHK.device), window)
+    return plan_attention(query_BHK.shape[0], num_kv_heads, num_blocks, row_bytes, count_sms(query_BHK.device), window)
 
 
 @functools.cache
-def _count_sms(device: torch.device) -> int:
+def count_sms(device: torch.device) -> int:
     # Triton's interpreter runs on the CPU, one program after the other.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
@@ -161,7 +147,7 @@ def _count_padded(num_partials: int) -> int:
     return -(-num_partials // 4) * 4
 
 
-def _split_workspace(
+def split_workspace(
     workspace: Tensor | None, num_partials: int, head_dim: int, device: torch.device
 ) -> tuple[Tensor, ...]:
     """(sums [P, K], greatest scores [P], totals [P]) of P partial results, flat."""
@@ -197,7 +183,7 @@ def _check(
 
 
 @triton.jit
-def _plan_row(
+def plan_row(
     lengths: tl.tensor, row: tl.tensor, num_blocks: tl.tensor, window: tl.tensor, SPLITS: tl.constexpr,
     TILE: tl.constexpr, LEAST: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -210,7 +196,7 @@ def _plan_row(
 
 
 @triton.jit
-def _find_slots(table: tl.tensor, start: tl.tensor, stop: tl.tensor, r: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+def find_slots(table: tl.tensor, start: tl.tensor, stop: tl.tensor, r: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
     """Slots of the positions start + r, start at the beginning of a page; pages at or beyond `stop` are not looked up."""
     slots = tl.zeros([TILE], tl.int32)
     for page in tl.static_range(TILE // _PAGE):
@@ -233,7 +219,7 @@ def _attend(
     head = tl.program_id(0) % N
     split = tl.program_id(0) // N % SPLITS
     row = (tl.program_id(0) // (N * SPLITS)).to(tl.int64)
-    end, seen, base, share = _plan_row(lengths, row, num_blocks, window, SPLITS, TILE, LEAST)
+    end, seen, base, share = plan_row(lengths, row, num_blocks, window, SPLITS, TILE, LEAST)
     begin = base + split * share
     if (split > 0) & (begin >= end):
         return
@@ -244,8 +230,27 @@ def _attend(
     q = tl.load(query + row * query_stride + at, mask=here, other=0.0)
     table = tables + row * table_stride
     stop = tl.minimum(begin + share, end)
-    acc, peak, total = _read_keys(
-        q, keys + head * K, values + head * K, table, begin, stop, seen, scale, cap, d, N, K, TILE, WIDTH, ROWS, CAPPED
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc, peak, total = read_keys(
+        q,
+        keys + head * K,
+        values + head * K,
+        table,
+        begin,
+        stop,
+        seen,
+        scale,
+        cap,
+        d,
+        acc,
+        peak,
+        total,
+        N,
+        K,
+        TILE,
+        CAPPED,
     )
     if (SPLITS == 1) | (base + share >= end):
         divisor = tl.where(total == 0.0, 1.0, total)[:, None]
@@ -258,19 +263,16 @@ def _attend(
 
 
 @triton.jit
-def _read_keys(
+def read_keys(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, table: tl.tensor, begin: tl.tensor, stop: tl.tensor,
-    seen: tl.tensor, scale: tl.tensor, cap: tl.tensor, d: tl.tensor, N: tl.constexpr, K: tl.constexpr,
-    TILE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CAPPED: tl.constexpr,
+    seen: tl.tensor, scale: tl.tensor, cap: tl.tensor, d: tl.tensor, acc: tl.tensor, peak: tl.tensor, total: tl.tensor,
+    N: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """(weighted values [ROWS, WIDTH], greatest score [ROWS], sum of powers [ROWS]) of the positions from begin to stop."""
+    """(weighted values [ROWS, WIDTH], greatest score [ROWS], sum of powers [ROWS]), the positions from begin to stop added."""
     r = tl.arange(0, TILE)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
     # Looked up one tile ahead: in the same tile, the pipeliner would take the lookup for a stage of its own and leave
     # fewer tiles of keys under way.
-    slots = _find_slots(table, begin, stop, r, TILE)
+    slots = find_slots(table, begin, stop, r, TILE)
     for start in range(begin, stop, TILE):
         position = start + r
         valid = (position >= seen) & (position < stop)
@@ -278,7 +280,7 @@ def _read_keys(
         here = valid[:, None] & (d < K)
         k = tl.load(keys + offset, mask=here, other=0.0)
         v = tl.load(values + offset, mask=here, other=0.0)
-        slots = _find_slots(table, start + TILE, stop, r, TILE)
+        slots = find_slots(table, start + TILE, stop, r, TILE)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
             score = tanh(score) * cap
@@ -300,7 +302,7 @@ def _combine(
 ) -> None:  # fmt: skip
     wait_for_inputs(EARLY)
     item = tl.program_id(0).to(tl.int64)
-    end, _, base, share = _plan_row(lengths, item // (N * G), num_blocks, window, SPLITS, TILE, LEAST)
+    end, _, base, share = plan_row(lengths, item // (N * G), num_blocks, window, SPLITS, TILE, LEAST)
     if base + share >= end:
         return
     split = tl.arange(0, MOST)

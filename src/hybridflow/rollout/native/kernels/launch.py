@@ -21,8 +21,19 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 
 
 @triton.jit
+def prefetch(at: tl.tensor) -> None:
+    """Brings the lines of the L2 cache that these addresses lie in there, without waiting; they must be of memory that is there."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def wait_for_inputs(EARLY: tl.constexpr) -> None:
-    """Before a kernel reads or writes anything: waits until all before it has been written, and lets the next one be launched."""
+    """Before a kernel reads or writes anything: waits until all before it has been written, and lets the next one be launched.
+
+    What was there before the kernel before it began, such as weights, may be read earlier: that one has waited too.
+    """
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

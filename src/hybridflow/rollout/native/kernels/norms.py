@@ -40,7 +40,8 @@ def add_rms_norm(
 ) -> Tensor:
     """Adds to the residual stream, in its dtype and in place, and returns the norm of the sum as `rms_norm` does.
 
-    hidden_TD, residual_TD: [T, D] of one dtype; `residual_TD` is overwritten by their sum.
+    residual_TD: [T, D], overwritten by the sum.
+    hidden_TD:   [T, D] of its dtype, or the float32 shares [S, T, D] of a product, which are added up and rounded first.
     """
     return _launch(hidden_TD, residual_TD, weight_D, eps, offset, out)
 
@@ -48,10 +49,10 @@ def add_rms_norm(
 def _launch(
     hidden_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, offset: float, out: Tensor | None
 ) -> Tensor:
-    num_tokens, width = hidden_TD.shape
-    normed_TD = torch.empty((num_tokens, width), dtype=hidden_TD.dtype, device=hidden_TD.device) if out is None else out
-    block = triton.next_power_of_2(width)
     stream_TD = hidden_TD if residual_TD is None else residual_TD
+    num_tokens, width = stream_TD.shape
+    normed_TD = torch.empty((num_tokens, width), dtype=stream_TD.dtype, device=hidden_TD.device) if out is None else out
+    block = triton.next_power_of_2(width)
     if num_tokens:
         _norm[(num_tokens,)](
             hidden_TD,
@@ -59,11 +60,13 @@ def _launch(
             weight_D,
             normed_TD,
             eps,
-            hidden_TD.stride(0),
+            hidden_TD.stride(-2),
             stream_TD.stride(0),
+            hidden_TD.stride(0),
             WIDTH=width,
             OFFSET=offset,
             ADDS=residual_TD is not None,
+            SHARES=hidden_TD.shape[0] if hidden_TD.dim() == 3 else 0,
             BLOCK=block,
             num_warps=min(max(block // 256, 1), 8),
             **launch_options(hidden_TD.device),
@@ -74,15 +77,15 @@ def _launch(
 @triton.jit
 def _norm(
     hidden: tl.tensor, stream: tl.tensor, weight: tl.tensor, normed: tl.tensor, eps: tl.tensor,
-    hidden_stride: tl.tensor, stream_stride: tl.tensor, WIDTH: tl.constexpr, OFFSET: tl.constexpr,
-    ADDS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    hidden_stride: tl.tensor, stream_stride: tl.tensor, share_stride: tl.tensor, WIDTH: tl.constexpr,
+    OFFSET: tl.constexpr, ADDS: tl.constexpr, SHARES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     here = column < WIDTH
     gain = tl.load(weight + column, mask=here, other=0.0)
-    x = tl.load(hidden + row * hidden_stride + column, mask=here, other=0.0)
+    wait_for_inputs(EARLY)
+    x = load_sum(hidden + row * hidden_stride + column, here, share_stride, SHARES).to(stream.dtype.element_ty)
     if ADDS:
         before = tl.load(stream + row * stream_stride + column, mask=here, other=0.0)
         x = (x.to(tl.float32) + before.to(tl.float32)).to(x.dtype)
@@ -90,6 +93,15 @@ def _norm(
     full = x.to(tl.float32)
     full = full * tl.rsqrt(tl.sum(full * full, 0) / WIDTH + eps)
     tl.store(normed + row * WIDTH + column, apply_gain(full, gain, x.dtype, OFFSET), mask=here)
+
+
+@triton.jit
+def load_sum(at: tl.tensor, here: tl.tensor, share_stride: tl.tensor, SHARES: tl.constexpr) -> tl.tensor:
+    """What is there, or the sum of its shares in their order; 0 shares are a value that is whole."""
+    x = tl.load(at, mask=here, other=0.0)
+    for share in tl.static_range(1, SHARES):
+        x += tl.load(at + share * share_stride, mask=here, other=0.0)
+    return x
 
 
 @triton.jit
