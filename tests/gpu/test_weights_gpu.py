@@ -1,26 +1,20 @@
-"""Weights through NCCL between two GPUs, and through CUDA IPC between two processes on one."""
+"""Weights through NCCL between GPUs, and through CUDA IPC between two processes on one."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
+import ast
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from processes import run_ranks
-from test_weights_transports import ROUTES, build_whole, check_routes, follow_routes, share
+from processes import Place, run_ranks
+from test_weights_transports import ROUTES, check_routes, follow_routes
+from torch import Tensor
+
+from hybridflow.rollout.buckets import Entry, export_buffer, import_buffer, pack, unpack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")]
-
-
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    """A socket's path may have a hundred letters."""
-    directory = tempfile.mkdtemp(prefix="hf-")
-    yield Path(directory)
-    shutil.rmtree(directory)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -32,8 +26,43 @@ def test_every_route_brings_the_bits_of_the_whole_model_through_nccl(size: int, 
     check_routes(routes, by_rank)
 
 
-def test_another_process_on_the_gpu_reads_the_weights_from_shared_memory(short_path: Path, tmp_path: Path) -> None:
-    sender, receiver = run_ranks(2, share, short_path, False, "cuda:0", directory=tmp_path, timeout_s=100.0)
-    assert receiver["wrong"] == [] and receiver["versions"] == [1, 2, 2] and receiver["buckets"] > 3
-    assert receiver["moved"] == 2 * sum(tensor.numel() for tensor in build_whole(0).values())
-    assert sender["refused"] == receiver["VersionError"]
+def build_bucket(fill: float) -> list[tuple[str, Tensor]]:
+    return [
+        ("a", torch.full((3, 5), fill, dtype=torch.bfloat16, device="cuda:0")),
+        ("b", torch.arange(7, dtype=torch.float32, device="cuda:0") * fill),
+    ]
+
+
+def pass_buffer(place: Place, directory: Path) -> list[list[float]]:
+    """What the second process reads of two buckets, one after the other, in the first one's memory."""
+    found, buffer = [], torch.empty(4096, dtype=torch.uint8, device="cuda:0") if place.rank == 0 else None
+    for number in (1, 2):
+        handle, read = directory / f"handle-{number}", directory / f"read-{number}"
+        if buffer is not None:
+            entries, buffer = pack(build_bucket(float(number)), buffer)
+            torch.cuda.synchronize()
+            (directory / "beside").write_text(
+                repr([export_buffer(buffer), [(e.name, e.dtype, e.shape, e.offset) for e in entries]])
+            )
+            (directory / "beside").rename(handle)
+            wait_for(read)
+        else:
+            wait_for(handle)
+            exported, entries = ast.literal_eval(handle.read_text())
+            views = unpack([Entry(*entry) for entry in entries], import_buffer(exported, 4096))
+            found += [view.float().flatten().tolist() for _, view in views]
+            del views
+            read.touch()
+    return found
+
+
+def wait_for(path: Path) -> None:
+    end_s = time.monotonic() + 60.0
+    while not path.exists():
+        assert time.monotonic() < end_s, f"{path.name} did not come"
+        time.sleep(0.01)
+
+
+def test_another_process_on_the_gpu_reads_a_bucket_where_it_lies(tmp_path: Path) -> None:
+    _, found = run_ranks(2, pass_buffer, tmp_path, directory=tmp_path, timeout_s=100.0)
+    assert found == [[1.0] * 15, [float(i) for i in range(7)], [2.0] * 15, [2.0 * i for i in range(7)]]

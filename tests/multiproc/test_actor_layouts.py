@@ -36,12 +36,16 @@ MODEL = {
 LENGTHS = (9, 17, 4, 22, 6)
 
 
-def spec_of(tokenizer: str, parallel: ParallelConfig, lora: LoraSettings | None = None) -> ActorSpec:
+def spec_of(
+    tokenizer: str, parallel: ParallelConfig, lora: LoraSettings | None = None, *, alone: bool = False
+) -> ActorSpec:
+    """alone: the adapter is sent beside the base, as `Actor` writes it into the spec."""
     model = ModelSettings(config=MODEL, tokenizer=tokenizer, device="cpu", dtype="float64")
     train = TrainSettings(
         parallel_config=parallel, lora=lora, micro_batch_tokens=30, optimizer=OptimizerSettings(lr=1e-3)
     )
-    return ActorSpec(ModelSpec(model, "fast", seed=3, threads=1), train, RolloutSettings())
+    spec = ModelSpec(model, "fast", seed=3, threads=1, adapter=lora if alone else None)
+    return ActorSpec(spec, train, RolloutSettings(lora="adapter" if alone else "merged"))
 
 
 def build_worker(place: Place, spec: ActorSpec) -> ActorWorker:
@@ -249,6 +253,47 @@ def test_a_copy_that_stays_behind_stops_the_run(parallel: ParallelConfig, tokeni
         assert told["probe/max_gap"] < 1e-9 and told["hybrid/switch_ms"] > 0
         # Each rank gets the half that it has not: float64.
         assert told["hybrid/bytes_moved"] > 8 * 1000
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["merged", "adapter"])
+def test_an_adapter_that_never_came_stops_the_run_in_either_form(alone: bool, tokenizer: str, tmp_path: Path) -> None:
+    spec = spec_of(tokenizer, ParallelConfig(shard=2), LoraSettings(rank=2, alpha=4.0), alone=alone)
+    for message, told in run_ranks(2, refresh_without, spec, directory=tmp_path, timeout_s=60.0):
+        assert message.startswith("version 4 of the weights is not the same on both sides: over ")
+        assert told["probe/max_gap"] < 1e-6
+        # The half that a rank has not, in float64: of two layers' seven pairs of rank 2, 464 values a layer and rank, or of all weights.
+        moved = told["hybrid/bytes_moved"]
+        assert moved == 8 * 2 * 2 * 464 / 2 if alone else moved > 8 * 15_000 / 2
+
+
+def test_a_generator_takes_an_adapter_beside_its_base(tokenizer: str, tmp_path: Path) -> None:
+    lora = LoraSettings(rank=2, alpha=4.0)
+    sent = {}
+    for alone in (False, True):
+        spec = spec_of(tokenizer, ParallelConfig(shard=2), lora, alone=alone)
+        sent[alone], _ = run_ranks(2, send_weights, spec, directory=tmp_path, timeout_s=60.0)
+    assert all(".lora_" in name for name in sent[True].tensors) and len(sent[True].tensors) == 2 * 2 * 7
+    sizes = {alone: sum(tensor.data.nbytes for tensor in weights.tensors.values()) for alone, weights in sent.items()}
+    assert sizes[True] < sizes[False] / 4
+    prompts = Batch.from_columns(group_id=[0], prompt_tokens=[[5, 6, 7]])
+    rows = {}
+    for alone, weights in sent.items():
+        spec = spec_of(tokenizer, ParallelConfig(shard=2), lora, alone=alone)
+        generator = GeneratorWorker(Seat("rollout", 0, 1), spec.model, spec.rollout)
+        made = generator.rollout(prompts, SamplingParams(max_new_tokens=16), 0, (1,), weights)
+        rows[alone] = made.objects[0].arrays("rollout_logprobs")[0]
+        nothing = {
+            name: dataclasses.replace(carried, data=np.zeros_like(carried.data))
+            for name, carried in weights.tensors.items()
+            if ".lora_B." in name
+        }
+        if alone:
+            # As where an adapter never came: B is what it was at the start.
+            lost = dataclasses.replace(weights, version=3, tensors={**weights.tensors, **nothing})
+            with pytest.raises(ProbeError, match="version 3 of the weights is not the same on both sides"):
+                generator.rollout(prompts, SamplingParams(max_new_tokens=4), 1, (1,), lost)
+    # float64, so the two forms differ by the order of sums alone.
+    np.testing.assert_allclose(rows[True], rows[False], atol=1e-6)
 
 
 @pytest.fixture(scope="module")

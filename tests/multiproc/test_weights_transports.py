@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +38,7 @@ from hybridflow.weights import (
     plan_trainers,
     read_tensor_dims,
 )
-from hybridflow.weights.files import FileReceiver, FileSender
-from hybridflow.weights.packets import PacketError
-from hybridflow.weights.plan import WeightPlan, plan
-from hybridflow.weights.shared import SharedReceiver, SharedSender
+from hybridflow.weights.plan import WeightPlan, plan_weights
 
 STYLES = {
     "layers.*.q_proj": "colwise",
@@ -73,7 +68,6 @@ class Route:
     ranks: tuple[int, ...]
     tensor: int = 1
     joint: bool = False
-    keeps_last: bool = False
     gathers: bool | None = None
 
     @property
@@ -95,14 +89,14 @@ ROUTES: dict[int, dict[str, Route]] = {
         "shard 2 to tensor 2": Route(2, trainers(shard=2), (0, 1), tensor=2, joint=True),
         "tensor 2 to 2 replicas": Route(2, trainers(tensor=2), (0, 1), joint=True),
         "tensor 2 to tensor 2": Route(2, trainers(tensor=2), (0, 1), tensor=2),
-        "one to another": Route(2, trainers(), (1,), keeps_last=True),
+        "one to another": Route(2, trainers(), (1,)),
     },
     4: {
         "shard 2 x tensor 2 to 4 replicas": Route(4, trainers(shard=2, tensor=2), (0, 1, 2, 3)),
         "shard 2 x tensor 2 to 2 of tensor 2": Route(4, trainers(shard=2, tensor=2), (0, 1, 2, 3), tensor=2, joint=True),
         "replicate 2 x shard 2 to 4 replicas": Route(4, trainers(replicate=2, shard=2), (0, 1, 2, 3)),
         "replicate 2 x shard 2 to tensor 4": Route(4, trainers(replicate=2, shard=2), (0, 1, 2, 3), tensor=4),
-        "shard 2 to two others": Route(4, trainers(shard=2), (2, 3), keeps_last=True),
+        "shard 2 to two others": Route(4, trainers(shard=2), (2, 3)),
         "shard 2 to tensor 2 of others": Route(4, trainers(shard=2), (3, 2), tensor=2, joint=True),
         "shard 3 to one other": Route(4, trainers(shard=3), (3,)),
     },
@@ -149,10 +143,10 @@ class Party:
         self, route: Route, rank: int, gathering: dist.ProcessGroup | None = None, device: str = "cpu"
     ) -> None:
         self.layouts, self.rank = route.layouts, rank
-        self.plan = plan(*self.layouts, BUCKET_BYTES)
+        self.plan = plan_weights(*self.layouts, BUCKET_BYTES)
         self.sources = cut(self.layouts[0], rank, build_whole(0), device)
         buffers = build_buffers(self.layouts[1], rank, device)
-        self.target = TargetWeights(buffers, keeps_last=route.keeps_last) if buffers else None
+        self.target = TargetWeights(buffers) if buffers else None
         gang = Gang(rank, route.size, torch.device(device), TIMEOUT_S, gathering=gathering)
         self.transport = CollectiveTransport(
             self.plan, self.layouts, gang, self.sources, self.target, gathers=route.gathers
@@ -187,7 +181,9 @@ def follow_routes(
     device = "cpu" if kind == "cpu" else f"cuda:{place.rank}"
     ranks, found = join(place, device), []
     for route in routes:
-        party = Party(route, place.rank, build_gathering(plan(*route.layouts, BUCKET_BYTES), place.rank), device)
+        party = Party(
+            route, place.rank, build_gathering(plan_weights(*route.layouts, BUCKET_BYTES), place.rank), device
+        )
         wrong, versions = [], []
         for version in (1, 2):
             party.train(version)
@@ -217,12 +213,14 @@ def check_routes(routes: Mapping[str, Route], by_rank: list[Any]) -> None:
         assert [versions for _, versions, _ in found] == [
             [1, 2] if r in route.ranks else [None, None] for r in range(size)
         ]
-        received = plan(*route.layouts, BUCKET_BYTES).received
+        received = plan_weights(*route.layouts, BUCKET_BYTES).received
         assert [moved for _, _, moved in found] == received.tolist(), name
 
 
 def test_the_routes_take_both_ways_and_several_buckets() -> None:
-    plans = {name: plan(*route.layouts, BUCKET_BYTES) for routes in ROUTES.values() for name, route in routes.items()}
+    plans = {
+        name: plan_weights(*route.layouts, BUCKET_BYTES) for routes in ROUTES.values() for name, route in routes.items()
+    }
     assert plans["replicate 2 x shard 2 to 4 replicas"].groups == ((0, 1), (2, 3))
     assert plans["shard 2 to 2 replicas"].groups and not plans["shard 2 to two others"].groups
     assert all(len(made.buckets) > 2 for name, made in plans.items() if made.bytes_moved > 4 * BUCKET_BYTES)
@@ -242,7 +240,7 @@ def push_many(place: Place, route: Route) -> tuple[list[int], list[float], list[
 
 
 def test_twenty_versions_in_a_row_take_no_more_memory_than_five(tmp_path: Path) -> None:
-    route = Route(4, trainers(shard=2), (2, 3), keeps_last=True)
+    route = Route(4, trainers(shard=2), (2, 3))
     for versions, memory, wrong in run_ranks(4, push_many, route, directory=tmp_path):
         assert versions == list(range(1, 21)) and wrong == []
         assert memory[-1] - memory[4] < 4 * 2**20
@@ -265,7 +263,7 @@ def refuse(place: Place) -> list[str]:
     party.sync(4)
     said += party.list_wrong(4)
     other = Party(Route(2, trainers(), (1,), joint=place.rank == 0), place.rank)
-    other.plan = plan(*other.layouts, BUCKET_BYTES + place.rank)
+    other.plan = plan_weights(*other.layouts, BUCKET_BYTES + place.rank)
     gang = Gang(place.rank, 2, torch.device("cpu"), TIMEOUT_S)
     other.transport = CollectiveTransport(other.plan, other.layouts, gang, other.sources, other.target)
     try:
@@ -282,10 +280,10 @@ def test_an_older_version_and_another_plan_are_refused_by_all(tmp_path: Path) ->
         assert differs.startswith(f"ranks [{1 - rank}] have another plan than rank {rank}")
 
 
-def break_off(place: Place, keeps_last: bool) -> dict[str, Any]:
+def break_off(place: Place) -> dict[str, Any]:
     """Rank 1 of the trainers dies in the middle of its second version."""
     join(place)
-    party = Party(Route(3, trainers(shard=2), (2,), keeps_last=keeps_last), place.rank)
+    party = Party(Route(3, trainers(shard=2), (2,)), place.rank)
     party.train(1)
     party.sync(1)
     party.train(2)
@@ -314,127 +312,15 @@ def break_off(place: Place, keeps_last: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("keeps_last", [True, False])
-def test_a_sender_that_dies_in_the_middle_is_named_and_leaves_no_half_version_unseen(
-    keeps_last: bool, tmp_path: Path
-) -> None:
-    _, dead, receiver = run_ranks(3, break_off, keeps_last, directory=tmp_path)
+def test_a_sender_that_dies_in_the_middle_is_named_and_leaves_no_half_version_unseen(tmp_path: Path) -> None:
+    _, dead, receiver = run_ranks(3, break_off, directory=tmp_path)
     assert dead is None
     assert receiver["error"].startswith(
         "rank 2 lost rank 1, which died, left or did not answer in time, while it waited for bucket"
     )
     assert "of version 2" in receiver["error"] and receiver["seconds"] < TIMEOUT_S + 5
     assert receiver["version"] == 1
-    if keeps_last:
-        assert receiver["wrong"] == [] and "torn" not in receiver
-    else:
-        assert receiver["wrong"] and "version 2 broke off on its way in, over version 1" in receiver["torn"]
-
-
-# --- shared memory and files ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    """A socket's path may have a hundred letters."""
-    directory = tempfile.mkdtemp(prefix="hf-")
-    yield Path(directory)
-    shutil.rmtree(directory)
-
-
-def share(place: Place, directory: Path, dies: bool, device: str = "cpu") -> dict[str, Any]:
-    route = Route(2, trainers(), (1,), keeps_last=True, joint=True)
-    party, wrong, switches, found = Party(route, place.rank, device=device), [], [], {}
-    more = {"device": torch.device(device), "timeout_s": TIMEOUT_S}
-    if place.rank == 0:
-        sender = SharedSender(party.plan, party.layouts, (0, 1), party.sources, directory / "line", **more)
-        for version in (1, 2, 2):
-            party.train(version)
-            sender.push(version)
-        try:
-            sender.push(1)
-        except VersionError as error:
-            found["refused"] = str(error)
-        if dies:
-            sender._pack = lambda bucket, slot: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
-            sender.push(3)
-        sender.close()
-        return found
-    receiver = SharedReceiver(party.plan, party.layouts[1], (0, 1), party.target, directory / "line", **more)
-    for version in (1, 2, 2):
-        switches.append(receiver.pull())
-        wrong += party.list_wrong(version)
-    for kind in (VersionError, PeerLostError):
-        try:
-            receiver.pull()
-        except kind as error:
-            found[kind.__name__] = str(error)
-    receiver.close()
-    return found | {
-        "wrong": wrong + party.list_wrong(2), "versions": [s.version for s in switches], "moved": switches[0].bytes_moved,
-        "buckets": len(party.plan.buckets),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("dies", [False, True])
-def test_another_process_reads_the_weights_from_shared_memory(dies: bool, short_path: Path, tmp_path: Path) -> None:
-    before = set(Path("/dev/shm").glob("hybridflow-*")) if Path("/dev/shm").is_dir() else set()
-    sender, receiver = run_ranks(2, share, short_path, dies, directory=tmp_path)
-    assert receiver["wrong"] == [] and receiver["versions"] == [1, 2, 2] and receiver["buckets"] > 3
-    assert receiver["moved"] == 2 * sum(tensor.numel() for tensor in build_whole(0).values())
-    assert receiver["VersionError"].startswith("version 1 of the weights was offered, but version 2 is here")
-    assert receiver["PeerLostError"].startswith("rank 1 lost rank 0 while it waited for")
-    assert ("bucket 0 of" in receiver["PeerLostError"]) == dies
-    assert (sender is None) if dies else (sender["refused"] == receiver["VersionError"])
-    if Path("/dev/shm").is_dir():
-        assert set(Path("/dev/shm").glob("hybridflow-*")) == before, "shared files have been left behind"
-
-
-def build_files(directory: Path, rank: int, layouts: tuple[WeightLayout, WeightLayout], version: int) -> FileSender:
-    return FileSender(
-        directory, layouts[0], rank, (0, 1, 2, 3), cut(layouts[0], rank, build_whole(version)), torch.bfloat16
-    )
-
-
-def test_files_count_when_all_of_a_version_is_there_and_sound(tmp_path: Path) -> None:
-    """Writers in one process: they share nothing but the directory."""
-    layouts = Route(4, trainers(replicate=1, shard=2, tensor=2), (0, 1, 2, 3), tensor=2, joint=True).layouts
-    target = TargetWeights(build_buffers(layouts[1], 1))
-    receiver = FileReceiver(tmp_path, layouts[1], 1, target)
-    with pytest.raises(PeerLostError, match="waited 0 s for a whole version"):
-        receiver.pull()
-    for rank in range(4):
-        build_files(tmp_path, rank, layouts, 1).push(1)
-    assert receiver.pull().version == 1
-    assert list_wrong(layouts[1], 1, target.buffers, 1) == []
-    for rank in range(3):
-        build_files(tmp_path, rank, layouts, 2).push(2)
-    again = receiver.pull()
-    assert again.version == 1 and again.bytes_moved == 0, "version 2 has three writers of four"
-    build_files(tmp_path, 3, layouts, 2).push(2)
-    damaged = tmp_path / "version_00000002" / "writer_00002.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-2] + b"!!")
-    with pytest.raises(PacketError, match="packet 2 of version 2 of the weights does not match its checksum"):
-        receiver.pull()
-    target.check_whole()
-    assert target.version == 1 and list_wrong(layouts[1], 1, target.buffers, 1) == []
-    build_files(tmp_path, 2, layouts, 2).push(2)
-    target.poison()
-    with pytest.raises(
-        TornWeightsError, match="no whole version: they were poisoned for a check; send a version again"
-    ):
-        target.check_whole()
-    assert receiver.pull().version == 2 and list_wrong(layouts[1], 1, target.buffers, 2) == []
-    target.check_whole()
-
-
-def test_files_of_old_versions_go(tmp_path: Path) -> None:
-    layouts = Route(1, trainers(), (0,)).layouts
-    for version in range(1, 6):
-        FileSender(tmp_path, layouts[0], 0, (0,), cut(layouts[0], 0, build_whole(version)), torch.bfloat16).push(
-            version
-        )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["version_00000004", "version_00000005"]
+    assert receiver["wrong"] and "version 2 broke off on its way in, over version 1" in receiver["torn"]
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------
@@ -453,7 +339,7 @@ def merge(place: Place) -> dict[str, Any]:
     }
     held = TargetWeights(build_buffers(target, place.rank))
     gang = Gang(place.rank, 2, torch.device("cpu"), TIMEOUT_S)
-    made = plan(source, target, 400)
+    made = plan_weights(source, target, 400)
     CollectiveTransport(made, (source, target), gang, parts, held).push(1)
     assert torch.equal(base, build_adapted()[0]) and len(made.buckets) > 2
     ranks.leave()

@@ -76,6 +76,12 @@ def test_an_adapter_is_not_split_over_matrices(model: ModelSettings) -> None:
     [
         ({"gradient_checkpointing": "full"}, "exact", "train.gradient_checkpointing is full, but numerics 'exact'"),
         ({"compile": True}, "exact", "train.compile is true, but numerics 'exact'"),
+        (
+            {"share_prompts": True},
+            "exact",
+            "train.share_prompts is true, but numerics 'exact' computes each row by itself",
+        ),
+        ({"liger": True}, "exact", "train.liger is true, but numerics 'exact' computes norms by kernels of its own"),
         ({"liger": True}, "fast", "train.liger is true, but its kernels need a GPU"),
         (
             {"lora": {"target_modules": ["q_proj", "nope"]}},

@@ -1,4 +1,3 @@
-import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,7 +120,7 @@ def simulate(
         cache.copy(scheduler.take_copies())
         assert len(scheduler.running) <= max_sequences
         if step is None:
-            decoding.run(threading.Event())
+            decoding.run(lambda: False)
         else:
             cache.feed(step.sequences, scheduler.block_table[step.sequences], step.starts, step.counts)
             drawing = step.sequences[step.sources]

@@ -9,11 +9,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+import torch
 
 from hybridflow.config import ConfigError
+from hybridflow.models import AdapterForm
+from hybridflow.rollout.adapters import ServedAdapter
+from hybridflow.rollout.requests import ServedModel
 from hybridflow.rollout.service import RefusedError, Service, ServiceError
 from hybridflow.rollout.vllm import VllmSettings
-from hybridflow.rollout.vllm_service import connect_vllm_service
+from hybridflow.rollout.vllm_service import VllmServiceEngine, connect_vllm_service
 
 Answer = tuple[int, Any]
 
@@ -85,6 +89,18 @@ def test_a_service_that_is_gone_is_named_after_a_few_tries():
         service.wait_until_ready("/health", 0.3)
 
 
+def test_a_long_wait_for_a_server_that_starts_is_told_once(serve, caplog):
+    ready_s = time.monotonic() + 2.6
+    url = serve(lambda path, body: (200, "ok") if time.monotonic() > ready_s else (503, "loading"))
+    Service(url, 10.0).wait_until_ready("/health", 30.0)
+    assert time.monotonic() > ready_s
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == f'waiting for the server at {url}, 30 s at most ({url}/health answered 503: "loading")'
+    caplog.clear()
+    Service(url, 10.0).wait_until_ready("/health", 30.0)
+    assert not caplog.records
+
+
 def test_the_wait_for_an_answer_is_bounded(serve):
     url = serve(lambda path, body: time.sleep(2.0) or (200, {}))
     start = time.monotonic()
@@ -130,3 +146,34 @@ def test_a_server_whose_answers_could_not_be_used_is_refused_at_once(serve, tmp_
     url = serve(lambda path, body: (200, answers[path]))
     with pytest.raises(ConfigError, match=told):
         connect_vllm_service(tmp_path, VllmSettings(url=url))
+
+
+@pytest.mark.parametrize("has_it", [True, False], ids=["has it", "refuses it"])
+def test_an_adapter_whose_answer_was_lost_is_not_refused_when_it_is_asked_for_again(serve, has_it):
+    asked, there = [], []
+
+    def answer(path: str, body: Any) -> Answer:
+        asked.append((path, body))
+        if path == "/v1/load_lora_adapter":
+            there.extend([body["lora_name"]] if has_it else [])
+            return 400, {"error": {"message": "it has already been loaded"}}
+        if path == "/v1/models":
+            return 200, {"data": [{"id": name} for name in ("base", *there)]}
+        return (404, "not there") if path == "/v1/unload_lora_adapter" else (200, None)
+
+    shapes = {f"a.q_proj.lora_{side}.weight": torch.Size([2, 2]) for side in "AB"}
+    adapter = ServedAdapter(AdapterForm(2, 4.0, False, "all-linear"), shapes)
+    sent = [(name, torch.ones(shape)) for name, shape in shapes.items()]
+    model = ServedModel(None, frozenset(), 8, 8, {})  # type: ignore[arg-type]
+    engine = VllmServiceEngine(Service(serve(answer), 10.0), model, VllmSettings(url="http://x:1"), adapter)
+    if not has_it:
+        with pytest.raises(ConfigError, match="takes no adapter .* already been loaded.* --max-lora-rank 8, or set"):
+            engine.load_adapter(1, sent)
+        assert engine.version == 0
+        return
+    for version in (1, 2):
+        engine.load_adapter(version, sent)
+        assert engine.version == version
+    # Each has a name of its own, the one before goes though the server no longer knows it, and prefixes go last.
+    assert len(set(there)) == 2 and ("/v1/unload_lora_adapter", {"lora_name": there[0]}) in asked
+    assert [path for path, _ in asked[-2:]] == ["/v1/unload_lora_adapter", "/reset_prefix_cache"]

@@ -12,20 +12,21 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from hybridflow.algorithms import Prepared
+from hybridflow.algorithms import Moments, Prepared, normalize_advantages
 from hybridflow.batch import Batch
 from hybridflow.checkpoint import HUGGING_FACE, CheckpointWriter, ShardEntry, load_shards, write_shard
 from hybridflow.config import HybridflowError
-from hybridflow.models import adapter_disabled, save_model
+from hybridflow.models import adapter_disabled, adapter_weights, iter_base_weights, save_model
 from hybridflow.roles.carried import CarriedTensor, Snapshot, Weights, carry, read_parts, write_description
-from hybridflow.roles.engines import RolloutSettings, build_engine
-from hybridflow.roles.generator import Generator, GeneratorWorker
+from hybridflow.roles.engines import RolloutSettings, build_engine, build_tensor_engine
+from hybridflow.roles.generator import Generator, GeneratorWorker, place_workers
 from hybridflow.roles.parts import TOKENS, add_columns, add_columns_together, cut_columns
 from hybridflow.roles.policy import ModelSpec, build_policy, describe_policy, read_config
 from hybridflow.roles.probing import SyncProbe
 from hybridflow.roles.shares import RowDigest, plan_shares, split_rows
 from hybridflow.roles.weight_sync import WeightSync
-from hybridflow.rollout import NativeEngine
+from hybridflow.rollout import NativeEngine, NativeSettings
+from hybridflow.rollout.native.parallel import plan_shards
 from hybridflow.runtime.api import Pieces, Runtime, Seat
 from hybridflow.train_engine import Layout, TrainEngine, TrainSettings, compute_model_work, join_ranks, plan_layout
 from hybridflow.train_engine.memory import read_free
@@ -82,6 +83,7 @@ class ActorWorker(GeneratorWorker):
     def __init__(self, seat: Seat, spec: ActorSpec) -> None:
         self.policy = build_policy(spec.model, seat)
         self.rollout_engine = build_engine(self.policy, spec.rollout, seat)
+        self._sends_adapter = spec.model.adapter is not None
         device = self.policy.model.device
         self.ranks = join_ranks(
             rank=seat.rank, size=seat.size, rendezvous=seat.rendezvous, device=device, timeout_s=seat.timeout_s
@@ -89,7 +91,8 @@ class ActorWorker(GeneratorWorker):
         self.train_engine = TrainEngine(self.policy.model, spec.train, self.ranks, seed=spec.model.seed)
         self._seat, self._spec = seat, spec
         self._is_whole = self.train_engine.mesh.layout.is_whole
-        self._shares_weights = self._is_whole and not spec.rollout.keeps_weights
+        self._shares_weights = shares_weights(self.train_engine.mesh.layout, spec.rollout)
+        self.rollout_ranks = ALONE
         self._copied_version: int | None = None
         self._sync: WeightSync | None = None
         self._same_storage = SameStorage(device)
@@ -126,7 +129,7 @@ class ActorWorker(GeneratorWorker):
         steps_before = self.train_engine.steps_taken
         self._make_room()
         with self.ranks.leaving_on_error():
-            prepared = None if batch is None else prepare(batch)
+            prepared = self._prepare(batch, prepare)
             self._watch_failures(prepared.batch if prepared else None)
             parts = prepared.batch.split(update_rows) if prepared else [None] * len(update_rows)
             metrics = [self.train_engine.update(part, loss) for part in parts]
@@ -143,6 +146,13 @@ class ActorWorker(GeneratorWorker):
         version: Metrics = {} if self.ranks.rank else {"policy/version": last(self.version)}
         syncs, self._rollout_metrics = self._rollout_metrics, []
         return merge_metrics([*counted, *metrics, *syncs, version])
+
+    def _prepare(self, batch: Batch | None, prepare: Callable[[Batch], Prepared]) -> Prepared | None:
+        """The rows as the loss reads them. A collective: what advantages may be normalised by is counted over the rows of all ranks."""
+        prepared = None if batch is None else prepare(batch)
+        own = (prepared and prepared.moments) or Moments()
+        parts = [Moments(*part) for part in self.train_engine.mesh.data.gather(own)]
+        return prepared and normalize_advantages(prepared, parts)
 
     def _follow(self) -> None:
         """Lets the rollout know that the weights which it shares are of a new version."""
@@ -207,7 +217,9 @@ class ActorWorker(GeneratorWorker):
         self._copied_version = self.version
 
     def _build_copy(self) -> WeightSync:
-        """Lets a whole model of its own generate; returns what fills it from the parts that are trained. A collective."""
+        """Lets a model of its own generate, whole or a part of it; returns what fills it from the parts that are trained. A collective."""
+        if self._spec.rollout.native.tp > 1:
+            return self._build_part()
         copied = build_policy(self._spec.model, self._seat)
         copied.model.module.requires_grad_(False)
         engine = NativeEngine(copied.model, copied.tokenizer, self._spec.rollout.native)
@@ -216,24 +228,45 @@ class ActorWorker(GeneratorWorker):
         self.rollout_engine = engine
         return WeightSync(self.train_engine, copied.model, timeout_s=self._seat.timeout_s)
 
+    def _build_part(self) -> WeightSync:
+        """The same for a part of each matrix."""
+        whole, rollout = self.policy.model, self._spec.rollout
+        engine, self.rollout_ranks = build_tensor_engine(
+            self.policy, rollout, self.ranks, whole.device, whole.dtype, self._seat.timeout_s
+        )
+        self.rollout_engine = engine
+        layout = plan_shards(whole.config, size=self.ranks.size, tensor=rollout.native.tp, dtype=whole.dtype)
+        return WeightSync(self.train_engine, engine.model, timeout_s=self._seat.timeout_s, layout=layout)
+
     def _send(self) -> None:
         if self._sync is None:
             with SwitchTimer(self.policy.model.device) as timer:
-                self.rollout_engine.load_weights(self.version, self.train_engine.iter_weights())
-            weights = self.policy.model.module.parameters()
-            switch = timer.switch(
-                self.version, sum(weight.numel() for weight in weights) * self.policy.model.dtype.itemsize
-            )
+                if self._sends_adapter:
+                    self.rollout_engine.load_adapter(self.version, self.train_engine.iter_adapter())
+                else:
+                    self.rollout_engine.load_weights(self.version, self.train_engine.iter_weights())
+            switch = timer.switch(self.version, self._count_sent())
         else:
             switch = self._sync.push(self.version)
             self._sync.target.check_whole()
             self.rollout_engine.load_weights(self.version)
         self._rollout_metrics.append(switch.metrics())
 
+    def _count_sent(self) -> int:
+        """Bytes of a version for an engine that has a copy."""
+        model = self.policy.model
+        sent = adapter_weights(model).values() if self._sends_adapter else dict(iter_base_weights(model)).values()
+        return sum(weight.numel() for weight in sent) * model.dtype.itemsize
+
     def weights(self, wanted: bool = True) -> Weights:
-        """The weights as generators take them, an adapter merged in. A collective where the model is in parts; `wanted` from one rank."""
+        """The weights as generators take them: an adapter merged in, or the adapter alone. A collective where the model is in parts;
+        `wanted` from one rank."""
         with self.ranks.leaving_on_error():
-            tensors = {name: CarriedTensor.of(weight) for name, weight in self.train_engine.iter_weights() if wanted}
+            with SwitchTimer(self.policy.model.device) as timer:
+                sent = self.train_engine.iter_adapter() if self._sends_adapter else self.train_engine.iter_weights()
+                tensors = {name: CarriedTensor.of(weight) for name, weight in sent if wanted}
+            if wanted:
+                self._rollout_metrics.append(timer.switch(self.version, self._count_sent()).metrics())
             return Weights(self.version, tensors, self._probe.score())
 
     def save(self, path: Path) -> ShardEntry:
@@ -319,22 +352,26 @@ class Actor(Generator):
         separate_rollout: bool = False,
         snapshot_every_steps: int = 0,
     ) -> None:
+        if spec.rollout.lora == "adapter":
+            spec = replace(spec, model=replace(spec.model, adapter=spec.train.lora))
         # Trainers that do not generate start no engine but the one that costs nothing.
-        trained = replace(spec, rollout=replace(spec.rollout, engine="native")) if separate_rollout else spec
+        idle = replace(spec.rollout, engine="native", native=NativeSettings())
+        trained = replace(spec, rollout=idle) if separate_rollout else spec
         self._trainers = runtime.place_gang("actor", ActorWorker, trained)
-        self._separate = (
-            runtime.place("rollout", GeneratorWorker, spec.model, spec.rollout) if separate_rollout else None
-        )
+        self._separate = place_workers(runtime, spec.model, spec.rollout) if separate_rollout else None
         chunks_wanted = min(CHUNKS_PER_TRAINER * self._trainers.size, MAX_CHUNKS) if self._trainers.size > 1 else 1
         super().__init__(runtime, self._separate or self._trainers, spec.rollout, sampling, chunks_wanted)
         self._parallel_config = spec.train.parallel_config
         self._layout = plan_layout(self._parallel_config, self._trainers.size)
         self._is_whole = self._layout.is_whole
-        self._has_copy = self._separate is None and (not self._is_whole or spec.rollout.keeps_weights)
+        self._has_copy = self._separate is None and not shares_weights(self._layout, spec.rollout)
         self._copy_is_old = self._has_copy
         self._updates, self._work = spec.updates_per_step, compute_model_work(read_config(spec.model.settings))
         self._snapshot_every, self._num_updates = snapshot_every_steps, 0
         self.last_snapshot: tuple[Ref[Snapshot], ...] | None = None
+        if spec.train.lora is not None and spec.train.lora.path is not None:
+            # Generators have loaded its base alone.
+            self._publish_weights()
 
     def rollout(self, prompts: Batch, *, step: int, sampling: SamplingParams | None = None) -> BatchRef:
         """See `Generator.rollout`; from the weights as they are after the calls so far."""
@@ -440,6 +477,11 @@ class Actor(Generator):
             for rows, update_rows in parts
         ]
         return _hand_out(calls, layout)
+
+
+def shares_weights(layout: Layout, rollout: RolloutSettings) -> bool:
+    """Whether trainers generate with the very weights that they train, because each has all of them and the engine takes them so."""
+    return layout.is_whole and not rollout.keeps_weights and rollout.native.tp == 1
 
 
 def _hand_out(calls: Sequence[tuple[Any, ...]], layout: Layout) -> list[tuple[Any, ...]]:

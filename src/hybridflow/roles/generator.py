@@ -2,45 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hybridflow.batch import Batch
 from hybridflow.roles.carried import Weights
-from hybridflow.roles.engines import RolloutSettings, build_engine
+from hybridflow.roles.engines import RolloutSettings, build_generator, plan_replicas
 from hybridflow.roles.parts import cut_rollout, name_parts, name_rows
-from hybridflow.roles.policy import ModelSpec, build_policy
+from hybridflow.roles.policy import ModelSpec
 from hybridflow.roles.probing import ReceivedProbe
-from hybridflow.rollout import NativeEngine
 from hybridflow.runtime.api import Group, Pieces, Runtime, Seat
+from hybridflow.train_engine import Ranks
 from hybridflow.types import BatchRef, ChunkRef, Ref, SamplingParams
+
+_Part = tuple[Batch, tuple[int, ...]]
+"""Prompts of one call, and the rows of each chunk that it makes."""
 
 
 class GeneratorWorker:
-    """A model on its device and the engine that samples from it."""
+    """A model on its device, whole or a part of it, and the engine that samples from it.
+
+    rollout_ranks: that generate with one model between them; `ALONE` where this worker has it whole.
+    """
+
+    rollout_ranks: Ranks
 
     def __init__(self, seat: Seat, model: ModelSpec, rollout: RolloutSettings) -> None:
         # The policy itself is not kept: an engine with weights of its own has no need of it.
-        self.rollout_engine = build_engine(build_policy(model, seat), rollout, seat)
-        self._received = ReceivedProbe()
+        self.rollout_engine, self.rollout_ranks = build_generator(model, rollout, seat)
+        self._received, self._keeps_base = ReceivedProbe(), model.adapter is not None
+        self._taken_version: int | None = None
 
     def rollout(
         self, prompts: Batch, sampling: SamplingParams, step: int, sizes: tuple[int, ...], weights: Weights | None
     ) -> Pieces[Batch]:
         """Samples of each prompt, group by group, in chunks of these numbers of rows; the step keys the draws.
 
+        A collective of `rollout_ranks`, all with the same prompts.
+
+        sizes:   () on a rank whose samples another one returns.
         weights: those to sample from; None: those that the worker has.
         """
-        if weights is not None and weights.version != self.rollout_engine.version:
-            given = ((name, carried.tensor()) for name, carried in weights.tensors.items())
-            self.rollout_engine.load_weights(weights.version, given)
-            self._check_received(weights)
-        self.before_rollout()
-        samples = self.rollout_engine.generate(prompts, sampling, step=step)
-        self.after_rollout()
-        return cut_rollout(samples, sizes)
+        with self.rollout_ranks.leaving_on_error():
+            if weights is not None and weights.version != self._taken_version:
+                self._take(weights)
+            self.before_rollout()
+            samples = self.rollout_engine.generate(prompts, sampling, step=step)
+            self.after_rollout()
+        return cut_rollout(samples, sizes) if sizes else Pieces((), ())
 
-    def _check_received(self, weights: Weights) -> None:
-        # Another engine has the weights in a model of its own.
-        if isinstance(self.rollout_engine, NativeEngine):
-            self._received.check(self.rollout_engine.model, weights.scores, weights.version)
+    def _take(self, weights: Weights) -> None:
+        given = ((name, carried.tensor()) for name, carried in weights.tensors.items())
+        if self._keeps_base:
+            self.rollout_engine.load_adapter(weights.version, given)
+        else:
+            self.rollout_engine.load_weights(weights.version, given)
+        self._taken_version = weights.version
+        self._received.check(self.rollout_engine, weights.scores, weights.version)
 
     def before_rollout(self) -> None:
         """Nothing; what a worker that also trains sees to first. The verb is called as this class's function, so it has no override."""
@@ -49,13 +66,15 @@ class GeneratorWorker:
         """The same, once the samples are there."""
 
     def close(self) -> None:
-        """Ends what the engine runs outside this process."""
+        """Ends what the engine runs outside this process, and leaves the ranks that generate with it."""
+        self.rollout_ranks.leave()
         self.rollout_engine.close()
 
 
 class Generator:
     """Verbs of a generating role on the page. Each returns at once.
 
+    group:         with `rollout.native.tp` a gang, of which so many neighbours generate with one model between them.
     chunks_wanted: into about how many chunks a step's rows are cut, so that others can share them out.
     """
 
@@ -70,30 +89,54 @@ class Generator:
         self._runtime, self._generators = runtime, group
         self._calls_per_worker, self._sampling, self._chunks_wanted = rollout.chunks, sampling, chunks_wanted
         self._weights: Ref[Weights] | None = None
+        self._replicas = plan_replicas(rollout, group.size)
 
     def rollout(self, prompts: Batch, *, step: int, sampling: SamplingParams | None = None) -> BatchRef:
         """`samples_per_prompt` samples of each prompt; `sampling` stands in for the role's own (evaluation)."""
         chosen = sampling or self._sampling
-        num_calls = min(self._calls_per_worker * self._generators.size, max(prompts.num_rows, 1))
+        num_calls = min(self._calls_per_worker * self._replicas.data, max(prompts.num_rows, 1))
+        parts = [
+            (part, self._plan_chunks(part.num_rows, num_calls, chosen.samples_per_prompt))
+            for part in prompts.split(num_calls)
+        ]
+        submit = self._submit if self._replicas.tensor == 1 else self._submit_together
+        return BatchRef(tuple(submit(parts, chosen, step)))
+
+    def _submit(self, parts: Sequence[_Part], sampling: SamplingParams, step: int) -> list[ChunkRef]:
+        """A call for each part, on whichever worker is free."""
         chunks: list[ChunkRef] = []
         first_row = 0
-        for part in prompts.split(num_calls):
-            sizes = self._plan_chunks(part.num_rows, num_calls, chosen.samples_per_prompt)
+        for part, sizes in parts:
             label = name_rows(first_row, sum(sizes))
             refs = self._runtime.submit_pieces(
-                self._generators,
-                GeneratorWorker.rollout,
-                2 * len(sizes),
-                part,
-                chosen,
-                step,
-                sizes,
-                self._weights,
+                *(self._generators, GeneratorWorker.rollout, 2 * len(sizes)),
+                *(part, sampling, step, sizes, self._weights),
                 rows=label,
             )
             chunks += name_parts(refs, sizes)
             first_row += sum(sizes)
-        return BatchRef(tuple(chunks))
+        return chunks
+
+    def _submit_together(self, parts: Sequence[_Part], sampling: SamplingParams, step: int) -> list[ChunkRef]:
+        """Calls on all workers at once, of which each replica gets one part; its first rank returns the samples."""
+        chunks: list[ChunkRef] = []
+        first_row = 0
+        layout = self._replicas
+        for start in range(0, len(parts), layout.data):
+            taken = list(parts[start : start + layout.data])
+            # Replicas for which nothing is left take part without prompts.
+            taken += [(taken[0][0].slice(0, 0), ())] * (layout.data - len(taken))
+            given = [(taken[at.data], at.tensor == 0) for at in map(layout.coordinates, range(layout.size))]
+            calls = [(part, sampling, step, sizes if tells else (), self._weights) for (part, sizes), tells in given]
+            counts = [2 * len(sizes) for _, _, _, sizes, _ in calls]
+            rows = sum(sum(sizes) for _, sizes in taken)
+            made = self._runtime.submit_all_pieces(
+                self._generators, GeneratorWorker.rollout, counts, calls, name_rows(first_row, rows)
+            )
+            for refs, (_, _, _, sizes, _) in zip(made, calls, strict=False):
+                chunks += name_parts(refs, sizes)
+            first_row += rows
+        return chunks
 
     def _plan_chunks(self, num_prompts: int, num_calls: int, samples: int) -> tuple[int, ...]:
         """Rows of each chunk of one call: whole groups, as even as they come."""
@@ -105,4 +148,10 @@ def place_generator(
     runtime: Runtime, model: ModelSpec, rollout: RolloutSettings, sampling: SamplingParams
 ) -> Generator:
     """A generator on workers of its own."""
-    return Generator(runtime, runtime.place("rollout", GeneratorWorker, model, rollout), rollout, sampling)
+    return Generator(runtime, place_workers(runtime, model, rollout), rollout, sampling)
+
+
+def place_workers(runtime: Runtime, model: ModelSpec, rollout: RolloutSettings) -> Group[GeneratorWorker]:
+    """Workers that only generate; a gang where several share a model."""
+    place = runtime.place_gang if rollout.native.tp > 1 else runtime.place
+    return place("rollout", GeneratorWorker, model, rollout)

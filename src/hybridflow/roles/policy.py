@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from hybridflow.checkpoint.manifest import MANIFEST
 from hybridflow.config import ConfigError, Field, settings
 from hybridflow.models import (
     ADAPTER_CONFIG,
+    AdapterForm,
     LanguageModel,
+    LoraSettings,
+    apply_lora,
     describe_adapter,
     fresh_model,
     has_adapter,
@@ -23,10 +27,13 @@ from hybridflow.models import (
     load_tokenizer,
     merge_adapter,
     read_form,
+    resolve_lora,
     save_adapter_config,
     save_description,
 )
-from hybridflow.models.loading import build_config
+from hybridflow.models.exact import why_not_exact
+from hybridflow.models.families import UnsupportedModelError, check_family
+from hybridflow.models.loading import build_config, check_weight_files, read_model_config
 from hybridflow.runtime.api import Seat
 from hybridflow.runtime.placement import DEVICE_TYPES, Kind
 from hybridflow.types import Numerics
@@ -47,7 +54,7 @@ class ModelSettings:
     tokenizer: str | None = None
     """Directory of the tokenizer; null takes the model's."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    """`auto` takes the GPU where there is one."""
+    """`auto` takes the GPU where there is one; else cpu, cuda or cuda:1, cuda:2 and so on."""
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float64)$")
     """Numbers of the live weights; `auto` is bfloat16 on a GPU and float32 on a CPU."""
     trust_remote_code: bool = False
@@ -56,20 +63,27 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a worker needs to build its model; `seed` draws the weights of a new one."""
+    """What a worker needs to build its model.
+
+    seed:    draws the weights of a new one, and of a new adapter.
+    adapter: is put beside the weights, which then stay as they are: values of the adapter alone come from its trainer. None: there is none
+             but the one that a trainer puts there itself.
+    """
 
     settings: ModelSettings
     numerics: Numerics
     seed: int
     threads: int
+    adapter: LoraSettings | None = None
 
 
 @dataclass
 class Policy:
-    """A model and the tokenizer that goes with it."""
+    """A model and the tokenizer that goes with it. adapter: of the model, as `ModelSpec.adapter` put it there."""
 
     model: LanguageModel
     tokenizer: PreTrainedTokenizerBase
+    adapter: AdapterForm | None = None
 
 
 def check_model(
@@ -91,6 +105,7 @@ def check_model(
         raise ConfigError(f"{key}.tokenizer: a new model needs one; give the directory of a tokenizer")
     if settings.tokenizer is not None and not Path(settings.tokenizer).is_dir():
         raise ConfigError(f"{key}.tokenizer: '{settings.tokenizer}' is no directory; give one that holds a tokenizer")
+    _check_files(settings, key)
     device = DEVICE_TYPES[kind] if kind else resolve_device(settings.device)
     number = int(device.removeprefix("cuda").removeprefix(":") or 0) if device != "cpu" else -1
     if kind is None and number >= torch.cuda.device_count():
@@ -98,11 +113,33 @@ def check_model(
             f"{key}.device: '{settings.device}' is not here, there are {torch.cuda.device_count()} GPUs; set {key}.device=auto or cpu"
         )
     chosen = dtype or settings.dtype
-    if numerics == "exact" and not (device == "cpu" and chosen in ("auto", "float32")):
-        raise ConfigError(
-            f"numerics: 'exact' holds on the CPU in float32, not on {device} with {key}.dtype='{chosen}'; set {key}.device=cpu and "
-            f"{key}.dtype=float32, and place the role on CPUs or not at all, or set numerics=fast"
-        )
+    if numerics == "exact":
+        fault = why_not_exact(read_config(settings).model_type, *resolve_numbers(settings, kind, dtype))
+        if fault is not None:
+            raise ConfigError(
+                f"numerics: 'exact' {fault}; change {key}.dtype ({chosen}) or {key}.device ({settings.device}), or set numerics=fast"
+            )
+
+
+def _check_files(settings: ModelSettings, key: str) -> None:
+    """Raises ConfigError for a configuration or weights that cannot be read, by what is small of them."""
+    try:
+        config = read_config(settings)
+        check_family(config)
+        if settings.path is not None:
+            check_weight_files(model_directory(settings.path, key))
+        elif config.vocab_size < (tokens := len(read_tokenizer(settings))):
+            raise UnsupportedModelError(
+                f"vocab_size is {config.vocab_size}, and the tokenizer has {tokens} tokens; leave it out"
+            )
+    except UnsupportedModelError as error:
+        raise ConfigError(f"{key}.{'config' if settings.path is None else 'path'}: {error}") from None
+
+
+def resolve_numbers(settings: ModelSettings, kind: Kind | None, dtype: str | None) -> tuple[str, str]:
+    """Where and in which numbers a model computes, `("cuda", "bfloat16")`; kind, dtype: as `check_model`."""
+    device = torch.device(DEVICE_TYPES[kind] if kind else resolve_device(settings.device))
+    return device.type, str(resolve_dtype(dtype or settings.dtype, device)).removeprefix("torch.")
 
 
 def model_directory(path: str, key: str = "model") -> Path:
@@ -133,14 +170,20 @@ def read_config(settings: ModelSettings) -> PretrainedConfig:
     """The model's configuration, without the model: its shape says what a row costs and how it can be split over trainers."""
     if settings.config is None:
         directory = model_directory(settings.path or "")
-        return AutoConfig.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=settings.trust_remote_code
-        )
+        return read_model_config(directory, trust_remote_code=settings.trust_remote_code)
     return build_config(_config_from(read_tokenizer(settings)) | settings.config)
 
 
 def build_policy(spec: ModelSpec, seat: Seat) -> Policy:
     """Loads or makes the model, on its device, in its numbers; what the placement says of these comes first."""
+    policy = _build_plain(spec, seat)
+    if spec.adapter is None:
+        return policy
+    apply_lora(policy.model, spec.adapter, spec.seed)
+    return replace(policy, adapter=resolve_lora(spec.adapter))
+
+
+def _build_plain(spec: ModelSpec, seat: Seat) -> Policy:
     pin_numerics(spec.numerics, spec.threads)
     logging.disable_progress_bar()  # the run has a bar of its own
     chosen = spec.settings
@@ -194,7 +237,12 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def pin_numerics(numerics: Numerics, threads: int) -> None:
-    """Fixes what could change a sum's order: threads, and in exact mode the choice of algorithms."""
+    """Fixes what could change a sum's order: threads, and in exact mode the choice of algorithms and cuBLAS's workspaces."""
     if threads:
         torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(numerics == "exact")
+    if numerics == "exact":
+        # cuBLAS computes nothing of the model's, but without this torch refuses whatever else a run multiplies.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # A pass over each new tensor, against reads of what was never written.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from hybridflow.batch import Batch
+from hybridflow.columns import REWARD_COMPONENT
+from hybridflow.observability.samples import compute_spread, cut_samples
 from hybridflow.rewards import RewardPool, RewardSettings
 from hybridflow.roles.parts import PER_TOKEN, TEXT, TOKENS, add_columns, cut_columns
 from hybridflow.runtime.api import Pieces, Runtime, Seat
-from hybridflow.types import BatchRef, Ref, RowState
+from hybridflow.types import BatchRef, ChunkRef, Ref, RowState
 
 RewardFunction = Callable[..., float]
 
@@ -22,7 +24,7 @@ RewardFunction = Callable[..., float]
 class ScoreSummary:
     """Scored rows in a few numbers. A row that failed counts as reward 0 in `mean`: dropping it would flatter the policy.
 
-    num_tokens: sampled. first_error: why row 0 failed, where it did.
+    num_tokens: sampled. first_error: why row 0 failed, where it did. components: of several rewards, what each gave and to how many rows.
     """
 
     num_rows: int
@@ -30,6 +32,7 @@ class ScoreSummary:
     num_tokens: int
     mean: float
     first_error: str
+    components: dict[str, tuple[float, int]]
 
 
 class RewardWorker:
@@ -54,15 +57,30 @@ class RewardWorker:
             num_tokens=int(batch.ragged("loss_mask").values.sum()),
             mean=float(np.where(failed, 0.0, rewards).mean()) if batch.num_rows else 0.0,
             first_error=next((reason for reason in reasons if reason), "no reason was given"),
+            components=_read_components(batch),
         )
 
     def write(self, batch: Batch, path: Path) -> None:
         """Writes the rows as Parquet."""
         batch.to_parquet(path)
 
+    def take(self, batch: Batch, rows: Sequence[int]) -> Pieces[Batch]:
+        """These rows alone, and the spread of all (`compute_spread`)."""
+        return Pieces((batch.take(rows), compute_spread(batch)), (None, None))
+
+    def cut(self, batch: Batch) -> Batch:
+        """The rows as a report shows them, of bounded size (`cut_samples`)."""
+        return cut_samples(batch)
+
     def close(self) -> None:
         """Ends the processes."""
         self.pool.close()
+
+
+def _read_components(batch: Batch) -> dict[str, tuple[float, int]]:
+    columns = {name: batch.numpy(name) for name in batch.column_names if name.startswith(REWARD_COMPONENT)}
+    given = {name.removeprefix(REWARD_COMPONENT): values[np.isfinite(values)] for name, values in columns.items()}
+    return {name: (float(values.mean()), values.size) for name, values in given.items() if values.size}
 
 
 class RewardModel:
@@ -94,3 +112,12 @@ class RewardModel:
     def write(self, batch: BatchRef, path: Path) -> Ref[None]:
         """Writes the rows as Parquet, beside the worker, to a path that controller and worker share."""
         return self._runtime.submit(self._workers, RewardWorker.write, batch, path)
+
+    def take(self, batch: BatchRef, rows: Sequence[int]) -> tuple[BatchRef, Ref[Batch]]:
+        """These rows alone, with all their columns, and the spread of all rows."""
+        taken, spread = self._runtime.submit_pieces(self._workers, RewardWorker.take, 2, batch, tuple(rows))
+        return BatchRef((ChunkRef({TOKENS: taken}, len(rows)),)), spread
+
+    def cut(self, batch: BatchRef) -> Ref[Batch]:
+        """The rows as a report shows them; small enough for the controller."""
+        return self._runtime.submit(self._workers, RewardWorker.cut, batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from hybridflow.weights import (
     WeightPlan,
     build_layout,
 )
-from hybridflow.weights.plan import plan
+from hybridflow.weights.plan import plan_weights
 
 
 class _Factors(NamedTuple):
@@ -37,29 +37,42 @@ class _Factors(NamedTuple):
 
 
 class WeightSync:
-    """Fills this rank's copy of the model from the parts of all ranks, an adapter merged in. Every rank has one and calls `push`.
+    """Fills this rank's copy of the model from the parts of all ranks. Every rank has one and calls `push`.
 
     engine:    whose weights go out, sharded or split; they keep their addresses, so this is built once.
-    model:     the copy, whole, without an adapter; filled in place.
+    model:     the copy, filled in place: the trained adapter is merged into its weights, or where it has an adapter of its own, only that
+               is filled, and its weights have to be the trained model's base already.
     timeout_s: bound of each wait.
+    layout:    which box of each weight every rank's copy holds; None: they are whole.
     """
 
     def __init__(
-        self, engine: TrainEngine, model: LanguageModel, *, timeout_s: float, bucket_bytes: int = BUCKET_BYTES
+        self,
+        engine: TrainEngine,
+        model: LanguageModel,
+        *,
+        timeout_s: float,
+        bucket_bytes: int = BUCKET_BYTES,
+        layout: WeightLayout | None = None,
     ) -> None:
         free_gathered(engine.model)
         self._engine, self._timeout_s, self._bucket_bytes = engine, timeout_s, bucket_bytes
-        adapter = adapter_weights(engine.model)
+        adapter, copied = adapter_weights(engine.model), adapter_weights(model)
+        if copied:
+            self._factors = None
+            self.target = TargetWeights(copied)
+            self._transport = self._connect(adapter, self._find_masters(adapter), self.target)
+            return
         live = {plain_name(name): weight for name, weight in engine.model.module.named_parameters()}
         base = {name: weight for name, weight in live.items() if name not in adapter}
         self._factors = self._build_factors(adapter)
         parts = self._build_parts(base)
         self.target = TargetWeights(dict(model.module.named_parameters()))
-        self._transport = self._connect(base, parts, self.target)
+        self._transport = self._connect(base, parts, self.target, layout)
 
     @property
     def plan(self) -> WeightPlan:
-        """Of the base, merged."""
+        """Of the base, merged, or of the adapter alone."""
         return self._transport.plan
 
     def push(self, version: int) -> Switch:
@@ -84,13 +97,16 @@ class WeightSync:
         factors = {name: weight for name, weight in adapter.items() if ".lora_A." in name}
         if not factors:
             return None
-        masters: dict[str, Source] = {name: self._engine.optimizer.weights[name].master for name in factors}
+        masters = self._find_masters(factors)
         whole = {
             name: torch.empty(weight.shape, dtype=torch.float32, device=local_part(weight).device)
             for name, weight in factors.items()
         }
         target = TargetWeights(whole)
         return _Factors(target, self._connect(factors, masters, target))
+
+    def _find_masters(self, names: Iterable[str]) -> dict[str, Source]:
+        return {name: self._engine.optimizer.weights[name].master for name in names}
 
     def _build_parts(self, base: Mapping[str, Parameter]) -> dict[str, Source]:
         """This rank's part of each weight, those that an adapter changes computed as they are read."""
@@ -106,13 +122,17 @@ class WeightSync:
         return parts
 
     def _connect(
-        self, weights: Mapping[str, Parameter], parts: Mapping[str, Source], target: TargetWeights
+        self,
+        weights: Mapping[str, Parameter],
+        parts: Mapping[str, Source],
+        target: TargetWeights,
+        layout: WeightLayout | None = None,
     ) -> CollectiveTransport:
         mesh = self._engine.mesh
         source = build_source_layout(weights, mesh.layout)
         dtypes = {name: buffer.dtype for name, buffer in target.buffers.items()}
-        wanted = build_layout(shapes_of(target.buffers), {}, dtypes, mesh.world.size)
-        made = plan(source, wanted, self._bucket_bytes)
+        wanted = layout or build_layout(shapes_of(target.buffers), {}, dtypes, mesh.world.size)
+        made = plan_weights(source, wanted, self._bucket_bytes)
         # The transport sees by itself where one group is all ranks.
         has_parts = bool(made.groups) and len(made.groups[0]) < mesh.world.size
         gang = Gang(

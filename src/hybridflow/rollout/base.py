@@ -64,6 +64,15 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def load_adapter(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Samples from here on come from the base weights that are there with this adapter; what was cached of older ones is dropped.
+
+        weights: every tensor of the adapter, whole, by its plain name (`...q_proj.lora_A.weight`); as of `load_weights` in all else.
+
+        Raises ValueError where the engine was not built with an adapter, WeightsError as `load_weights` does.
+        """
+        ...
+
     def sleep(self) -> None:
         """Gives back the memory that only generation needs."""
         ...
@@ -113,10 +122,14 @@ def find_prompt_error(tokens: np.ndarray, context: int, vocab_size: int) -> str 
     return None
 
 
-@torch.no_grad()
 def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Takes up weights by name, rounded to the module's own type; the addresses stay. Raises WeightsError, see `load_weights`."""
-    own = dict(module.named_parameters())
+    copy_named(dict(module.named_parameters()), weights)
+
+
+@torch.no_grad()
+def copy_named(own: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
+    """As `copy_weights`, into these tensors."""
     watched = WatchedWeights(weights, {name: parameter.shape for name, parameter in own.items()})
     for name, weight in watched:
         own[name].copy_(weight)

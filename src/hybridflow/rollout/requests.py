@@ -7,9 +7,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from hybridflow.batch import Batch
@@ -28,6 +30,7 @@ class ServedModel:
     """What is known of a model whose weights an engine keeps: `ServedModel(tokenizer, {2}, context=512, vocab_size=512, shapes={...})`.
 
     shapes: of every parameter by its Hugging Face name, a tied one once.
+    dtype:  in which it computes, as far as its directory says.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -35,6 +38,7 @@ class ServedModel:
     context: int
     vocab_size: int
     shapes: Mapping[str, torch.Size]
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,8 @@ def read_served_model(directory: str | os.PathLike[str], max_model_len: int | No
         generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
     context = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
     eos_ids = frozenset(collect_eos_ids(tokenizer, generation))
-    return ServedModel(tokenizer, eos_ids, context, config.vocab_size, read_shapes(config))
+    dtype = config.dtype or torch.float32
+    return ServedModel(tokenizer, eos_ids, context, config.vocab_size, read_shapes(config), dtype)
 
 
 def read_shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
@@ -138,6 +143,16 @@ def build_batch(plan: RequestPlan, samples: Mapping[int, Sample], version: int) 
         errors=errors,
         version=version,
     )
+
+
+def read_scores(row: Sequence[int], answer: Sequence[Mapping[Any, Any] | None]) -> NDArray[np.float32]:
+    """Of each token of a row its log-probability, 0 of the first, from vLLM's answer: by position the token's id to what is said of it."""
+    found = [0.0]
+    for token, said in zip(row[1:], answer[1:], strict=True):
+        assert said is not None
+        # Over HTTP ids are text, and what is said of them is no object.
+        found.append(said[str(token)]["logprob"] if str(token) in said else said[token].logprob)
+    return np.array(found, np.float32)
 
 
 def find_sample_error(sample: Sample) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import logging
 import socket
 import threading
 import time
@@ -17,6 +18,9 @@ from hybridflow.config import HybridflowError
 _TRIES = 4
 _FIRST_PAUSE_S = 0.25
 _BUSY = (429, 502, 503, 504)
+_QUIET_S = 2.0
+
+_log = logging.getLogger(__name__)
 
 
 class ServiceError(HybridflowError, RuntimeError):
@@ -45,23 +49,33 @@ class Service:
         return self._ask("GET", path, None)
 
     def post(self, path: str, body: Any = None, **query: str | int) -> Any:
-        """The answer, from JSON; None where there is none. Raises RefusedError, and ServiceError where there is no answer."""
+        """The answer, from JSON; as text where it is not JSON, None where it is empty. Raises RefusedError, and ServiceError where there is
+        no answer."""
         return self._ask("POST", f"{path}?{urlencode(query)}" if query else path, body)
 
     def wait_until_ready(self, path: str, timeout_s: float) -> None:
-        """Returns once `path` answers; ServiceError after the timeout."""
-        end_s = time.monotonic() + timeout_s
+        """Returns once `path` answers; ServiceError after the timeout. A wait of more than a moment is told once."""
+        start_s = time.monotonic()
+        error = self._wait_until(start_s + min(_QUIET_S, timeout_s), path)
+        if error is not None and timeout_s > _QUIET_S:
+            _log.warning("waiting for the server at %s, %g s at most (%s)", self.url, timeout_s, error)
+            error = self._wait_until(start_s + timeout_s, path)
+        if error is not None:
+            raise ServiceError(
+                f"{self.url} was not ready within {timeout_s:g} s ({error}); start the server first, or correct the address"
+            )
+
+    def _wait_until(self, end_s: float, path: str) -> Exception | None:
+        """None as soon as `path` answers; at the end, what kept it from answering."""
         while True:
             try:
-                self._ask_once("GET", path, None, timeout_s)
+                self._ask_once("GET", path, None, max(end_s - time.monotonic(), _FIRST_PAUSE_S))
             except (OSError, http.client.HTTPException, RefusedError) as error:
                 if time.monotonic() >= end_s:
-                    raise ServiceError(
-                        f"{self.url} was not ready within {timeout_s:g} s ({error}); start the server first, or correct the address"
-                    ) from None
+                    return error
                 time.sleep(_FIRST_PAUSE_S)
             else:
-                return
+                return None
 
     def interrupt(self) -> None:
         """Breaks off the requests under way, from any thread, and refuses others until `resume`: those who wait get ServiceError."""
@@ -106,7 +120,7 @@ class Service:
             content = answer.read()
         if answer.status >= 400:
             raise RefusedError(f"{self.url}{path} answered {answer.status}: {_find_message(content)}", answer.status)
-        return json.loads(content) if content else None
+        return _parse(content) if content else None
 
     @contextlib.contextmanager
     def _connected(self, timeout_s: float) -> Iterator[http.client.HTTPConnection]:
@@ -133,6 +147,13 @@ class Service:
 
 class _BrokenOffError(Exception):
     """This side has ended the request."""
+
+
+def _parse(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError:
+        return content.decode(errors="replace")
 
 
 def _find_message(content: bytes) -> str:

@@ -89,6 +89,10 @@ class SglangEngine:
             self._engine.flush_cache()
             self.version = version
 
+    def load_adapter(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Raises ValueError: it is built without an adapter."""
+        raise ValueError("SGLang is given the weights with the adapter merged in; set rollout.lora=merged")
+
     def sleep(self) -> None:
         """Gives back the cache and moves the weights to the host."""
         with self._turns.take("sleep"):

@@ -10,17 +10,19 @@ import importlib.metadata
 import os
 import random
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridflow.batch import Batch
 from hybridflow.config import ConfigError, Field, settings
 from hybridflow.config.schema import fields
+from hybridflow.rollout.adapters import ServedAdapter, written_adapter
 from hybridflow.rollout.base import WatchedWeights, check_prompts
 from hybridflow.rollout.buckets import export_buffer, find_memory_directory, iter_buckets, pack, write_weight_files
 from hybridflow.rollout.requests import (
@@ -29,6 +31,7 @@ from hybridflow.rollout.requests import (
     ServedModel,
     build_batch,
     plan_requests,
+    read_scores,
     read_served_model,
 )
 from hybridflow.rollout.turns import Turns
@@ -85,13 +88,23 @@ class VllmEngine:
     arithmetic does not: vLLM promises a seed and a tolerance, not bits. Stop strings are looked for by vLLM, in text that follows the
     prompt's; our own engine looks at the response's text alone.
 
-    llm: vLLM's `LLM`. own_process: whether its workers run outside this process.
+    llm:         vLLM's `LLM`.
+    own_process: whether its workers run outside this process.
+    adapter:     that `load_adapter` gives values to; None: there is none.
     """
 
     def __init__(
-        self, llm: Any, model: ServedModel, settings: VllmSettings, *, on_gpu: bool, own_process: bool
+        self,
+        llm: Any,
+        model: ServedModel,
+        settings: VllmSettings,
+        *,
+        on_gpu: bool,
+        own_process: bool,
+        adapter: ServedAdapter | None = None,
     ) -> None:
-        self.model, self.settings = model, settings
+        self.model, self.settings, self.adapter = model, settings, adapter
+        self._loaded: Any = None
         self.version = 0
         self._llm, self._on_gpu, self._own_process = llm, on_gpu, own_process
         self._turns = Turns()
@@ -117,6 +130,20 @@ class VllmEngine:
             self._saw_nan |= not all(np.all(np.isfinite(sample.logprobs)) for sample in samples.values())
             return build_batch(plan, samples, self.version)
 
+    def score(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """Of each token of given rows its log-probability at temperature 1, 0 of the first. Rows are shorter than `longest_row`."""
+        from vllm import SamplingParams as VllmParams
+
+        with self._turns.take("score", awake=True):
+            params = VllmParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+            scores = []
+            # One by one: with an adapter, vLLM's head on a CPU takes all that it scores at once to be of one request.
+            for row in rows:
+                prompt = {"prompt_token_ids": list(row)}
+                (answer,) = self._llm.generate(prompt, params, lora_request=self._loaded, use_tqdm=False)
+                scores.append(read_scores(row, answer.prompt_logprobs))
+            return scores
+
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """See `RolloutEngine.load_weights`; there is no shared storage, so weights are always given."""
         if weights is None:
@@ -125,12 +152,14 @@ class VllmEngine:
             watched = WatchedWeights(weights, self.model.shapes)
             self._send(watched)
             watched.check()
-            if self._saw_nan:
-                self._llm.collective_rpc("clear_kv_cache")
-                self._saw_nan = False
-            self._drop_prefixes()
             self._has_weights = True
-            self.version = version
+            self._begin(version)
+
+    def load_adapter(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See `RolloutEngine.load_adapter`."""
+        with self._turns.take("load_adapter", awake=True), written_adapter(self.adapter, weights) as directory:
+            self._replace_adapter(directory)
+            self._begin(version)
 
     def sleep(self) -> None:
         """Gives back the cache, and the weights' place on the GPU. On a CPU vLLM keeps its memory."""
@@ -168,7 +197,8 @@ class VllmEngine:
         try:
             for name, request in zip(rows, plan.requests, strict=True):
                 params = build_params(plan, request.max_tokens, request.seed)
-                engine.add_request(name, {"prompt_token_ids": request.prompt}, params)
+                prompt = {"prompt_token_ids": request.prompt}
+                engine.add_request(name, prompt, params, lora_request=self._loaded)
             while engine.has_unfinished_requests() and not self._turns.aborting.is_set():
                 for output in engine.step():
                     answers[rows[output.request_id]].add(output.outputs[0])
@@ -203,6 +233,26 @@ class VllmEngine:
         with tempfile.TemporaryDirectory(prefix="hybridflow-", dir=find_memory_directory()) as directory:
             write_weight_files(weights, directory, _BUCKET_BYTES)
             self._llm.collective_rpc("take_files", args=(directory,))
+
+    def _replace_adapter(self, directory: str) -> None:
+        """Each version under an id of its own, so that nothing can be taken for it that vLLM keeps of another."""
+        from vllm.lora.request import LoRARequest
+
+        engine, last = self._llm.llm_engine, self._loaded
+        number = 1 if last is None else last.lora_int_id + 1
+        if last is not None:
+            engine.remove_lora(last.lora_int_id)
+        self._loaded = LoRARequest(f"adapter-{number}", number, directory)
+        if not engine.add_lora(self._loaded):
+            raise RuntimeError(f"vLLM did not take the adapter in {directory}; set rollout.lora=merged, and report it")
+
+    def _begin(self, version: int) -> None:
+        """What was cached of older weights is dropped; all of it where that may not be finite."""
+        if self._saw_nan:
+            self._llm.collective_rpc("clear_kv_cache")
+            self._saw_nan = False
+        self._drop_prefixes()
+        self.version = version
 
     def _drop_prefixes(self) -> None:
         if not self._llm.reset_prefix_cache():
@@ -259,21 +309,25 @@ def build_vllm_engine(
     on_gpu: bool = False,
     own_process: bool = False,
     has_weights: bool = True,
+    adapter: ServedAdapter | None = None,
 ) -> VllmEngine:
     """Starts vLLM on a Hugging Face directory.
 
     own_process: runs vLLM's workers outside this process: where this one is a rank of a process group, which vLLM would take for its own.
     has_weights: False where the directory holds none; the first ones then come by `load_weights`.
+    adapter:     that `load_adapter` is to give values to, beside the directory's weights; until it has, there is no adapter.
 
     Raises ConfigError where vLLM is not there or does not start. The global random state is left as it was.
     """
     settings = settings or VllmSettings()
     arguments = _engine_arguments(directory, settings, dtype, on_gpu=on_gpu, has_weights=has_weights)
+    if adapter is not None:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": adapter.max_rank}
     own_process = own_process or settings.tensor_parallel_size > 1
     with _random_state_kept(), _environment(VLLM_ENABLE_V1_MULTIPROCESSING=str(int(own_process))):
         llm = _start(arguments)
     model = read_served_model(directory, settings.max_model_len)
-    return VllmEngine(llm, model, settings, on_gpu=on_gpu, own_process=own_process)
+    return VllmEngine(llm, model, settings, on_gpu=on_gpu, own_process=own_process, adapter=adapter)
 
 
 def _engine_arguments(

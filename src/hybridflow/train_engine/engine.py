@@ -20,6 +20,7 @@ from hybridflow.batch import Batch
 from hybridflow.config import HybridflowError
 from hybridflow.models import (
     LanguageModel,
+    adapter_weights,
     compute_base_checksum,
     has_adapter,
     iter_merged_weights,
@@ -47,7 +48,7 @@ from hybridflow.train_engine.packing import (
 from hybridflow.train_engine.ranks import ALONE, Ranks
 from hybridflow.train_engine.schedule import compute_learning_rate
 from hybridflow.train_engine.segments import GroupsOfPass
-from hybridflow.train_engine.settings import TrainSettings
+from hybridflow.train_engine.settings import TrainSettings, check_sharing
 from hybridflow.train_engine.sharding import (
     compute_box,
     compute_cuts,
@@ -108,7 +109,8 @@ class TrainEngine:
         self.layers = build_layers(model, settings, self.mesh)
         parameters = {plain_name(name): weight for name, weight in model.module.named_parameters()}
         self.optimizer = AdamW(parameters, settings.optimizer, self.mesh, on_host=settings.offload == "optimizer")
-        self._shares_prompts = settings.share_prompts and model.numerics != "exact"
+        check_sharing(settings.share_prompts, exact=model.numerics == "exact")
+        self._shares_prompts = settings.share_prompts
         self._steps_taken = 0
         self._skipped_in_a_row = 0
 
@@ -244,6 +246,13 @@ class TrainEngine:
         """
         free_gathered(self.model)
         yield from iter_merged_weights(self.model, self._read_whole)
+
+    @torch.no_grad()
+    def iter_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's whole tensors by their plain names, in the model's dtype; otherwise as `iter_weights`."""
+        free_gathered(self.model)
+        for name, parameter in adapter_weights(self.model).items():
+            yield name, self._read_whole(parameter).to(self.model.dtype)
 
     def state_json(self) -> dict[str, Any]:
         """The rest of the state: `{"steps_taken": 20, "skipped_in_a_row": 0}`. The schedule is a function of the first.

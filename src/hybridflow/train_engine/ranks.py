@@ -18,6 +18,9 @@ from torch import Tensor
 from hybridflow.config import HybridflowError
 from hybridflow.types import PeerLostError
 
+# The same functions; newer versions call the old names deprecated.
+_gather_into = dist.all_gather_into_tensor if torch.__version__ < "2.13" else dist.all_gather_single
+_reduce_scatter = dist.reduce_scatter_tensor if torch.__version__ < "2.13" else dist.reduce_scatter_single
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -80,6 +83,24 @@ class Ranks:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         self._gang.meet(lambda: dist.all_gather(parts, tensor, group=self.group))
         return parts
+
+    def gather_rows(self, tensor: Tensor) -> Tensor:
+        """Every rank's rows, one rank's below the other's, in one new tensor; of one shape on all."""
+        if self.size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        whole = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        self._gang.meet(lambda: _gather_into(whole, tensor, group=self.group))
+        return whole
+
+    def sum_rows(self, tensor: Tensor) -> Tensor:
+        """This rank's part of the rows of the sum over ranks, in a new tensor; there are a multiple of `size` rows."""
+        if self.size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        part = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
+        self._gang.meet(lambda: _reduce_scatter(part, tensor, group=self.group))
+        return part
 
     def total(self, number: float) -> float:
         """Sum over ranks in float64, in the order of ranks."""

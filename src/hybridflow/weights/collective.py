@@ -99,15 +99,15 @@ class CollectiveTransport:
         self._bound: dict[tuple[int, int], _Bound] = {}
 
     def push(self, version: int) -> Switch:
-        """See `WeightSender`; on ranks that generate too, it fills their own storages as well."""
+        """See `WeightTransport`; on ranks that generate too, it fills their own storages as well."""
         return self._transfer(version)
 
     def pull(self) -> Switch:
-        """See `WeightReceiver`."""
+        """See `WeightTransport`."""
         return self._transfer(_NOTHING)
 
     def release(self) -> None:
-        """See `WeightSender`."""
+        """See `WeightTransport`."""
         for staging in self._staging:
             # The copies of the next transfer are bound to these storages, so only their memory goes.
             staging.untyped_storage().resize_(0)

@@ -5,7 +5,6 @@ Ranks are numbered over all that take part: trainers, and rollout processes apar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -250,14 +249,3 @@ def compute_buffer_shapes(layout: WeightLayout, rank: int) -> dict[str, tuple[tu
         before = found.get(held.buffer, (ends, held.dtype))[0]
         found[held.buffer] = (tuple(map(max, ends, before)), held.dtype)
     return found
-
-
-def list_owned(layout: WeightLayout, rank: int) -> list[str]:
-    """Tensors of which this rank is the first to hold its box: over all ranks every value once."""
-    owned = []
-    for name, held in layout.tensors.items():
-        offsets, shape = held.placement.offsets, held.placement.shape
-        same = (offsets == offsets[rank]).all(axis=1) & (shape == shape[rank]).all(axis=1)
-        if math.prod(shape[rank].tolist()) and int(same.argmax()) == rank:
-            owned.append(name)
-    return owned

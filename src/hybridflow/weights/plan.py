@@ -68,7 +68,7 @@ class WeightPlan:
                 yield index, part
 
 
-def plan(
+def plan_weights(
     source: WeightLayout,
     target: WeightLayout,
     bucket_bytes: int,

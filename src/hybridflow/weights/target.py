@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from hybridflow.config import HybridflowError
@@ -31,18 +30,15 @@ def refuse_older(version: int, here: int) -> None:
 class TargetWeights:
     """Storages by name, which keep their addresses, and the version in them.
 
-    buffers:    what `compute_buffer_shapes` says of the rank, contiguous or not; the engine reads the same memory.
-    keeps_last: a version arrives in storages of its own, as large again, and is copied over when it is whole. So a transfer that breaks
-                off leaves the last version as it was. Without it the storages are filled in place: after a break they are torn, no
-                version is there, and `check_whole` raises until the next transfer has come through.
-    version:    the last that came whole; None: none has yet.
+    They are filled in place: after a transfer that breaks off they are torn, and `check_whole` raises until the next has come through.
+
+    buffers: what `compute_buffer_shapes` says of the rank, contiguous or not; the engine reads the same memory.
+    version: the last that came whole; None: none has yet.
     """
 
-    def __init__(self, buffers: Mapping[str, Tensor], *, keeps_last: bool = False) -> None:
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
         self.buffers = {name: buffer.detach() for name, buffer in buffers.items()}
         self.version: int | None = None
-        self._keeps_last = keeps_last
-        self._arriving: dict[str, Tensor] = {}
         self._torn = ""
 
     def check_whole(self) -> None:
@@ -65,20 +61,6 @@ class TargetWeights:
     def receiving(self, version: int) -> Iterator[Mapping[str, Tensor]]:
         """Storages to fill with all of this version; it counts as here when the block ends, and not if that raises."""
         self.check_version(version)
-        if self._keeps_last and not self._arriving:
-            self._arriving = {name: torch.empty_like(buffer) for name, buffer in self.buffers.items()}
-        if not self._keeps_last:
-            self._torn = f"version {version} broke off on its way in, over version {self.version}"
-        yield self._arriving or self.buffers
-        if self._keeps_last:
-            # One call for all: a copy of its own for each would take longer to start than to run.
-            torch._foreach_copy_(list(self.buffers.values()), list(self._arriving.values()))
+        self._torn = f"version {version} broke off on its way in, over version {self.version}"
+        yield self.buffers
         self.version, self._torn = version, ""
-
-    @torch.no_grad()
-    def poison(self) -> None:
-        """Fills the storages with NaN, so that what a transfer leaves out cannot go unseen; nothing may be generated until the next."""
-        for buffer in self.buffers.values():
-            if buffer.is_floating_point():
-                buffer.fill_(torch.nan)
-        self._torn = "they were poisoned for a check"

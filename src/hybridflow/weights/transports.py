@@ -1,9 +1,12 @@
-"""How weights get from the trainers to the rollout. Each transport executes a plan, or has none to execute; all answer `WeightTransport`.
+"""How weights get from the trainers to the rollout. In this order, the first that can be had:
 
-same storage          the engine reads the trainer's own weights                    `SameStorage`
-process group         between ranks of one group, colocated or apart (gloo, NCCL)   `collective.CollectiveTransport`
-same device or host   another process, through shared memory (CUDA IPC)             `shared.SharedSender`, `SharedReceiver`
-file or object store  whoever can read it, whenever                                 `files.FileSender`, `FileReceiver`
+same storage   the engine reads the trainer's own weights                           `SameStorage`
+process group  between ranks of one group, colocated or apart (gloo, NCCL)          `collective.CollectiveTransport`
+CUDA IPC       an engine whose workers are another process on the device            `rollout.buckets.export_buffer`
+object store   generators on devices of their own                                   `roles.carried`
+files          an engine in another process without a GPU, or a server              `rollout.buckets.write_weight_files`
+
+The first two answer `WeightTransport`; the others are `RolloutEngine.load_weights` and `load_adapter` of engines with a copy of their own.
 """
 
 from __future__ import annotations
@@ -52,24 +55,18 @@ class Switch:
         }
 
 
-class WeightSender(Protocol):
-    """The side that trains."""
+class WeightTransport(Protocol):
+    """Brings versions of the weights from where they are trained to where they are sampled from.
 
-    def push(self, version: int) -> Switch:
-        """Hands out the weights as they are now; returns when they may change again."""
-        ...
-
-    def release(self) -> None:
-        """Frees staging memory; the next transfer takes it anew."""
-        ...
-
-
-class WeightReceiver(Protocol):
-    """The side that generates.
+    Ranks that train call `push`, which fills their own storages too where they generate as well; the others call `pull`.
 
     A version arrives whole or does not count: a receiver whose transfer breaks off says so and stays at the last whole one (see
     `TargetWeights` for what is then in its storages). An older version than the one at hand is refused. Every wait is bounded.
     """
+
+    def push(self, version: int) -> Switch:
+        """Hands out the weights as they are now; returns when they may change again."""
+        ...
 
     def pull(self) -> Switch:
         """Takes the next version; what it returns names the one that is here now."""
@@ -80,13 +77,6 @@ class WeightReceiver(Protocol):
         ...
 
 
-class WeightTransport(WeightSender, WeightReceiver, Protocol):
-    """Brings versions of the weights from where they are trained to where they are sampled from.
-
-    Both sides in one object where ranks are on both: those that train call `push`, which fills their own storages too, the others `pull`.
-    """
-
-
 class SameStorage:
     """The engine samples from the trainer's own storage: nothing moves."""
 
@@ -94,12 +84,12 @@ class SameStorage:
         self._device, self._version = device, 0
 
     def push(self, version: int) -> Switch:
-        """See `WeightSender`."""
+        """See `WeightTransport`."""
         self._version = version
         return self.pull()
 
     def pull(self) -> Switch:
-        """See `WeightReceiver`."""
+        """See `WeightTransport`."""
         with SwitchTimer(self._device) as timer:
             pass
         return timer.switch(self._version, bytes_moved=0)

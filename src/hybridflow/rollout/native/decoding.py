@@ -5,7 +5,7 @@ Dimensions: B seats, S steps of a window.
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 
 import numpy as np
 
@@ -30,14 +30,14 @@ class Decoding:
         self._report = report
         self._sequences = scheduler.sequences
 
-    def run(self, abort: threading.Event) -> None:
-        """Until other rows should be seated, nothing is left to do, or `abort` is set; all that was launched is booked."""
+    def run(self, is_ended: Callable[[], bool]) -> None:
+        """Until other rows should be seated, nothing is left to do, or the call is ended; all that was launched is booked."""
         # It may take the blocks of running rows, so it comes before these are seated.
         steps = self._reserve_first()
         rows = self._scheduler.running.copy()
         self._seat(rows)
         under_way: Window | None = None
-        while steps and not abort.is_set():
+        while steps and not is_ended():
             launched = self._decoder.launch(steps, self._scheduler.block_table[rows])
             if under_way is not None:
                 self._book(rows, under_way)

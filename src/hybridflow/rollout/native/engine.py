@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.batch import Batch
-from hybridflow.config import ConfigError, Field, settings
-from hybridflow.models import BLOCK_SIZE, LanguageModel, Paged, PagedKVCache
+from hybridflow.config import AliasChoices, ConfigError, Field, settings
+from hybridflow.models import BLOCK_SIZE, LanguageModel, Paged, PagedKVCache, adapter_weights
 from hybridflow.models.attention import AttentionForm
-from hybridflow.rollout.base import build_rollout_batch, check_prompts, copy_weights, find_prompt_error
+from hybridflow.rollout.base import build_rollout_batch, check_prompts, copy_named, copy_weights, find_prompt_error
 from hybridflow.rollout.native.decoding import Decoding
 from hybridflow.rollout.native.draws import compute_keys
 from hybridflow.rollout.native.graphs import GraphDecoder, can_capture, draw_on_device
 from hybridflow.rollout.native.layers import FusedLayers, serves
+from hybridflow.rollout.native.parallel import TensorGroup, copy_shards
 from hybridflow.rollout.native.report import RolloutReport
 from hybridflow.rollout.native.scheduler import Scheduler, Step, plan_num_blocks
 from hybridflow.rollout.native.seats import Decoder, StepDecoder, draw
@@ -51,6 +52,9 @@ class NativeSettings:
     model's own forward, many times slower and open to a debugger."""
     prefill_tokens_per_step: int = Field(default=8192, ge=1)
     """Most prompt tokens of one pass; longer prompts take several. Bounds the memory of activations."""
+    tp: int = Field(default=1, ge=1, validation_alias=AliasChoices("tp", "tensor_parallel_size"))
+    """Workers that generate with one model between them, each with a part of every matrix and of the cache; more than one have a copy of
+    the weights of their own. All that generate / tp replicas share the prompts. 1: each has the whole model."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +77,21 @@ class NativeEngine:
     A group's prompt is computed once, and so is what prompts of a call begin with alike. When blocks run out, the youngest
     row is preempted and computed again later; a draw depends on (seed, step, group, sample, position) alone, so it comes
     out the same. On a GPU decoding runs by graphs (`GraphDecoder`), elsewhere step by step (`StepDecoder`).
+
+    group: the ranks that the model is split over (`build_shard`), each with an engine like this one; None: it is whole.
     """
 
     def __init__(
-        self, model: LanguageModel, tokenizer: PreTrainedTokenizerBase, settings: NativeSettings | None = None
+        self,
+        model: LanguageModel,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: NativeSettings | None = None,
+        group: TensorGroup | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.settings = settings or NativeSettings()
+        self.group = group
         self.version = 0
         self._cache: PagedKVCache | None = None
         self._max_blocks = 0
@@ -109,8 +120,9 @@ class NativeEngine:
             return
         self._is_prepared = True
         if self.settings.cuda_graphs and can_capture(self.model):
-            self._fused = FusedLayers(self.model) if serves(self.model) else None
-            self._graphs = GraphDecoder(self.model, self._fused)
+            tokens = None if self.group is None else self.group.tokens
+            self._fused = FusedLayers(self.model, tokens) if serves(self.model) else None
+            self._graphs = GraphDecoder(self.model, self._fused, self.group)
 
     def generate(self, prompts: Batch, sampling: SamplingParams, *, step: int) -> Batch:
         """Samples of each prompt; see `RolloutEngine.generate`."""
@@ -119,7 +131,7 @@ class NativeEngine:
             self.prepare()
             errors_P = self._find_errors(prompts)
             job = self._start(prompts, errors_P, sampling, step)
-            while job.sequences.num_unfinished and not self._turns.aborting.is_set():
+            while job.sequences.num_unfinished and not self._is_ended(job):
                 prefill = job.scheduler.schedule_prefill()
                 copies = job.scheduler.take_copies()
                 if copies.size:
@@ -127,7 +139,7 @@ class NativeEngine:
                 if prefill is not None:
                     self._prefill(job, prefill)
                 else:
-                    job.decoding.run(self._turns.aborting)
+                    job.decoding.run(lambda: self._is_ended(job))
             job.report.end(job.scheduler.num_preemptions)
             self.report = job.report
             return self._finish(prompts, errors_P, job)
@@ -135,8 +147,19 @@ class NativeEngine:
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """See `RolloutEngine.load_weights`. None: the model is the trainer's own, or was written to. No prefix outlives a call."""
         with self._turns.take("load_weights"):
-            if weights is not None:
+            if weights is not None and self.group is not None:
+                copy_shards(self.model.module, self.group, weights)
+            elif weights is not None:
                 copy_weights(self.model.module, weights)
+            self.version = version
+
+    def load_adapter(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See `RolloutEngine.load_adapter`; into the adapter that the model has."""
+        with self._turns.take("load_adapter"):
+            own = adapter_weights(self.model)
+            if not own:
+                raise ValueError("the model has no adapter; send the weights, merged")
+            copy_named(own, weights)
             self.version = version
 
     def sleep(self) -> None:
@@ -154,11 +177,16 @@ class NativeEngine:
         self._turns.aborting.set()
 
     def metrics(self) -> Metrics:
-        """See `RolloutEngine.metrics`."""
-        return self.report.metrics()
+        """See `RolloutEngine.metrics`; of a group one rank tells."""
+        return {} if self.group is not None and self.group.ranks.rank else self.report.metrics()
 
     def close(self) -> None:
         """Nothing runs outside this process."""
+
+    def _is_ended(self, job: _Job) -> bool:
+        """Whether the call is to end before its rows do; ranks that generate together come to it at the same step."""
+        is_aborting = self._turns.aborting.is_set()
+        return is_aborting if self.group is None else self.group.is_ended(is_aborting, job.sequences.checksum)
 
     def _prefill(self, job: _Job, step: Step) -> None:
         """Feeds prompts, and rows that lost their blocks, to the model; rows whose prompt is complete draw their first token."""
@@ -172,6 +200,12 @@ class NativeEngine:
 
     def _compute_states(self, job: _Job, step: Step) -> Tensor:
         """Hidden states [T, D] of all tokens that the step feeds."""
+        if self.group is None:
+            return self._run_pass(job, step)
+        with self.group.tokens.splitting(int(step.counts.sum())):
+            return self._run_pass(job, step)
+
+    def _run_pass(self, job: _Job, step: Step) -> Tensor:
         tokens_T, positions_T = self._packed_input(job, step)
         paged = self._paged(job, step)
         if self._fused is None:
@@ -290,7 +324,8 @@ class NativeEngine:
     def _fit_cache(self, sequences: Sequences) -> PagedKVCache:
         """The cache at hand, or a larger one where the call can use more and the limits allow it."""
         least, most = plan_num_blocks(sequences, BLOCK_SIZE, self.settings.max_sequences)
-        if self._cache is None:
+        if self._is_cache_missing():
+            self._free_cache()
             self._max_blocks = self._compute_max_blocks()
         wanted = min(most + self._num_idle_blocks, self._max_blocks)
         if wanted < least + self._num_idle_blocks:
@@ -303,7 +338,16 @@ class NativeEngine:
             self._cache = self.model.new_cache(wanted)
         return self._cache
 
+    def _is_cache_missing(self) -> bool:
+        """Whether this rank, or one that generates with it, has given its cache back: graphs are captured by all or by none."""
+        is_missing = self._cache is None
+        return is_missing if self.group is None else self.group.least(not is_missing) == 0
+
     def _compute_max_blocks(self) -> int:
+        own = self._compute_own_max_blocks()
+        return own if self.group is None else self.group.least(own)
+
+    def _compute_own_max_blocks(self) -> int:
         if self.settings.kv_cache_tokens is not None:
             return self.settings.kv_cache_tokens // BLOCK_SIZE
         model = self.model

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.models import BLOCK_SIZE, LanguageModel, Paged, PagedKVCache, compute_logits
+from hybridflow.models import BLOCK_SIZE, LanguageModel, Paged, PagedKVCache
+from hybridflow.models.head_passes import scale_logits
 from hybridflow.rollout.native.draws import compute_uniforms
+from hybridflow.rollout.native.parallel import compute_raw_logits
 from hybridflow.rollout.native.sampler import sample_tokens
 from hybridflow.types import SamplingParams
 
@@ -133,11 +135,14 @@ def draw(
 
     keys, positions: [B] int64 of the tokens to be drawn, see `compute_uniforms`.
     """
-    greedy = sampling.temperature == 0
-    logits_BV = compute_logits(hidden_BD, model.head, 1.0 if greedy else sampling.temperature)
+    head, greedy = model.head, sampling.temperature == 0
+    raw_BV = compute_raw_logits(hidden_BD, head)
+    logits_BV = scale_logits(raw_BV, head.logit_scale, head.softcap, 1.0 if greedy else sampling.temperature)
     keys_B, positions_B = torch.from_numpy(np.stack([keys, positions])).to(model.device, non_blocking=True)
     uniforms_B = None if greedy else compute_uniforms(keys_B, positions_B)
-    tokens_B, logprobs_B = sample_tokens(logits_BV, uniforms_B, top_k=sampling.top_k, top_p=sampling.top_p)
+    tokens_B, logprobs_B = sample_tokens(
+        logits_BV, uniforms_B, top_k=sampling.top_k, top_p=sampling.top_p, exact=head.exact
+    )
     # Both numbers are exact in float64, and one copy is one wait for the device.
     drawn_2B = torch.stack([tokens_B.double(), logprobs_B.double()]).cpu().numpy()
     return drawn_2B[0].astype(np.int32), drawn_2B[1].astype(np.float32)

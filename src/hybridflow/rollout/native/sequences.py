@@ -6,6 +6,7 @@ Dimensions: R rows, P prompts, W tokens of the longest row.
 from __future__ import annotations
 
 import enum
+import zlib
 
 import numpy as np
 
@@ -31,6 +32,7 @@ class Sequences:
     prompt_length: [R + P] int64.
     max_length:    [R + P] int64, length at which a row ends.
     finish:        [R] int8, a `Finish`.
+    checksum:      of all tokens that were sampled, in their order.
 
     Pages of `tokens` and `logprobs` that no row has reached cost no memory.
     """
@@ -45,6 +47,7 @@ class Sequences:
         self.tokens = np.zeros((len(self.length), int(self.max_length.max(initial=0))), np.int32)
         self.logprobs = np.zeros((self.num_rows, self.tokens.shape[1]), np.float32)
         self.finish = np.zeros(self.num_rows, np.int8)
+        self.checksum = 0
         for group, prompt in enumerate(prompts):
             self.tokens[group * samples : (group + 1) * samples, : len(prompt)] = prompt
             self.tokens[self.num_rows + group, : len(prompt)] = prompt
@@ -55,6 +58,7 @@ class Sequences:
         self.tokens[rows, at] = tokens
         self.logprobs[rows, at] = logprobs
         self.length[rows] += 1
+        self.checksum = zlib.crc32(tokens.astype(np.int32).tobytes(), self.checksum)
 
     def last_tokens(self, rows: np.ndarray) -> np.ndarray:
         """The newest token of each of these rows. returns: [rows] int32."""
