@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
 from pathlib import Path
 
+import cloudpickle
 import numpy as np
 import pytest
 from hypothesis import given
@@ -59,6 +61,20 @@ def test_grpo_divides_by_the_spread_and_dr_grpo_does_not() -> None:
     assert compute([1.0, 0.0, 0.0, 1.0], [7] * 4) == pytest.approx(
         [0.5 / spread, -0.5 / spread, -0.5 / spread, 0.5 / spread]
     )
+
+
+def test_leave_one_out_takes_off_the_mean_of_the_others() -> None:
+    rewards, groups, ok = [1.0, 0.0, 5.0, 0.5, 9.0, 2.0], [7, 7, 3, 7, 7, 3], [True, True, True, True, False, True]
+    expected = []
+    for row, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
+        others = [r for i, r in enumerate(rewards) if groups[i] == group and ok[i] and i != row]
+        expected.append(reward - math.fsum(others) / len(others) if ok[row] else 0.0)
+    got = compute_group_advantages(
+        np.array(rewards), np.array(groups), np.array(ok), normalize_std=False, leave_one_out=True
+    )
+    assert got.tolist() == pytest.approx(expected, rel=1e-12)
+    alone = np.array([3.0]), np.array([1]), np.array([True])
+    assert compute_group_advantages(*alone, normalize_std=False, leave_one_out=True).tolist() == [0.0]
 
 
 def test_interleaved_groups_are_told_apart_by_id() -> None:
@@ -176,7 +192,11 @@ def test_an_import_path_is_resolved() -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("my_advantages.triple", "is not an import path: write 'package.module:function'"),
+        (
+            "my_advantages.triple",
+            "is not an import path: write 'package.module:function' or 'path/to/file.py:function'",
+        ),
+        ("no_such_file.py:triple", "there is no file 'no_such_file.py' .seen from .*correct the path"),
         ("my_advantages:", "is not an import path"),
         ("no_such_module:triple", "cannot be imported .*put its directory on PYTHONPATH"),
         ("needs_more:f", "cannot be imported .*not_installed_anywhere"),
@@ -188,3 +208,27 @@ def test_an_import_path_is_resolved() -> None:
 def test_a_wrong_import_path_is_explained(path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_advantage_function(path)
+
+
+def test_a_file_is_loaded_and_its_function_travels_without_it(tmp_path: Path) -> None:
+    """A worker on another machine has neither the file nor its directory."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "SCALE = 3\ndef twice(x):\n    return 2 * x\ndef triple(rewards, group_ids, ok):\n    return twice(rewards) * SCALE\n"
+    )
+    sent = cloudpickle.dumps(resolve_advantage_function(f"{path}:triple"))
+    path.unlink()
+    code = (
+        "import pickle, sys, numpy as np; f = pickle.loads(sys.stdin.buffer.read()); "
+        "print(f(np.array([2.0]), np.array([1]), np.array([True])).tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True)
+    assert done.stdout.decode().strip() == "[12.0]"
+    for text, message in (
+        ("def f(:\n", "cannot be loaded"),
+        ("import not_there_at_all\n", "not_there_at_all"),
+        ("", "has no 'f'"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            resolve_advantage_function(f"{path}:f")

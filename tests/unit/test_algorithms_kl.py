@@ -139,3 +139,54 @@ def test_the_reference_gets_no_gradient() -> None:
 def test_an_unknown_estimator_is_named() -> None:
     with pytest.raises(ValueError, match="'k4' is not known: use 'k1', 'k2' or 'k3'"):
         compute_kl(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
+
+
+WORDS = 32
+
+
+def draw_policies(seed: int) -> tuple[list[float], list[float]]:
+    draw = random.Random(seed)
+    return [draw.gauss(0, 1.5) for _ in range(WORDS)], softmax([draw.gauss(0, 1.5) for _ in range(WORDS)])
+
+
+def divergence_gradient(logits: list[float], reference: list[float], name: str) -> list[float]:
+    """By the logits, in closed form: p (x - KL) of KL(p, ref), p - ref of KL(ref, p)."""
+    p = softmax(logits)
+    if name == "KL(ref, p)":
+        return [a - b for a, b in zip(p, reference, strict=True)]
+    kl = divergence(p, reference)
+    return [a * (math.log(a / b) - kl) for a, b in zip(p, reference, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_values_and_gradients_are_those_of_the_exact_kl_of_32_words(
+    estimator: KLEstimator, seed: int, dtype: torch.dtype
+) -> None:
+    """To 1e-6, also in float32. k2 alone has another value, and the gradient of KL(p, ref)."""
+    scores, reference = draw_policies(seed)
+    logits = torch.tensor(scores, dtype=dtype, requires_grad=True)
+    logprobs = logits.log_softmax(0)
+    expected = (
+        logprobs.exp().detach() * compute_kl(logprobs, torch.tensor(reference, dtype=dtype).log(), estimator)
+    ).sum()
+    if estimator != "k2":
+        assert expected.item() == pytest.approx(divergence(softmax(scores), reference), rel=1e-6)
+    (gradient,) = torch.autograd.grad(expected, logits)
+    exact = divergence_gradient(scores, reference, "KL(ref, p)" if estimator == "k3" else "KL(p, ref)")
+    assert gradient.tolist() == pytest.approx(exact, abs=1e-6)
+    assert max(map(abs, exact)) > 0.05
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kl_in_the_reward_has_the_gradient_of_the_exact_kl_of_32_words(seed: int) -> None:
+    """The policy gradient of -k1 as a reward, over all words: minus that of KL(p, ref). k3 in its place is another gradient."""
+    scores, reference = draw_policies(seed)
+    logits = torch.tensor(scores, dtype=torch.float64, requires_grad=True)
+    logprobs, p = logits.log_softmax(0), torch.tensor(softmax(scores), dtype=torch.float64)
+    exact = divergence_gradient(scores, reference, "KL(p, ref)")
+    for estimator, is_right in (("k1", True), ("k3", False)):
+        reward = -compute_kl(logprobs, torch.tensor(reference, dtype=torch.float64).log(), estimator).detach()
+        (gradient,) = torch.autograd.grad(-(p * reward * logprobs).sum(), logits, retain_graph=True)
+        assert (gradient.tolist() == pytest.approx(exact, abs=1e-6)) is is_right

@@ -24,7 +24,11 @@ from hybridflow.algorithms import (
     compute_denominator,
     compute_token_weights,
 )
+from hybridflow.config import ConfigError
 from hybridflow.types import Metric, Metrics, Reduce, merge_metrics
+
+CONSTANT = 16
+"""Tokens that a response counts as under `constant`."""
 
 
 @dataclass
@@ -76,6 +80,8 @@ def shares_by_hand(rows: list[Row], normalization: str) -> list[float]:
         tokens = sum(count(row) for row in rows)
         return [1 / tokens for _ in rows]
     sequences = sum(1 for row in rows if count(row) > 0)
+    if normalization == "constant":
+        return [1 / (CONSTANT * sequences) for _ in rows]
     return [1 / (count(row) * sequences) if count(row) else 0.0 for row in rows]
 
 
@@ -88,7 +94,10 @@ def policy_loss_by_hand(rows: list[Row], loss: PolicyLoss) -> float:
                 continue
             ratio = math.exp(row.logp[t] - row.old[t])
             clipped = min(max(ratio, 1 - loss.clip_low), 1 + loss.clip_high)
-            value = -min(ratio * row.advantage[t], clipped * row.advantage[t])
+            earned = min(ratio * row.advantage[t], clipped * row.advantage[t])
+            if loss.clip_dual is not None and row.advantage[t] < 0:
+                earned = max(earned, loss.clip_dual * row.advantage[t])
+            value = -earned
             value += loss.kl_coefficient * kl_value(row.logp[t] - row.ref[t], loss.kl_estimator)
             value -= loss.entropy_coefficient * row.entropy[t]
             mean += share * value
@@ -107,7 +116,8 @@ def policy_gradient_by_hand(rows: list[Row], loss: PolicyLoss) -> tuple[list[flo
             ratio = math.exp(row.logp[t] - row.old[t])
             cut_above = row.advantage[t] > 0 and ratio > 1 + loss.clip_high
             cut_below = row.advantage[t] < 0 and ratio < 1 - loss.clip_low
-            slope = 0.0 if cut_above or cut_below else -row.advantage[t] * ratio
+            cut_dual = loss.clip_dual is not None and row.advantage[t] < 0 and ratio > loss.clip_dual
+            slope = 0.0 if cut_above or cut_below or cut_dual else -row.advantage[t] * ratio
             slope += loss.kl_coefficient * kl_slope(row.logp[t] - row.ref[t], loss.kl_estimator)
             by_logp.append(share * slope)
             by_entropy.append(-share * loss.entropy_coefficient)
@@ -166,10 +176,17 @@ def read(metrics: Mapping[str, MetricSum]) -> Metrics:
 
 
 VARIANTS = [
-    PolicyLoss(normalization=normalization, clip_low=0.1, clip_high=0.3, **terms)
-    for normalization in ("token_mean", "sequence_mean")
+    PolicyLoss(
+        normalization=normalization,
+        constant_tokens=CONSTANT if normalization == "constant" else None,
+        clip_low=0.1,
+        clip_high=0.3,
+        **terms,
+    )
+    for normalization in ("token_mean", "sequence_mean", "constant")
     for terms in (
         {},
+        {"clip_dual": 1.4},
         {"kl_coefficient": 0.3, "kl_estimator": "k1"},
         {"kl_coefficient": 0.3, "kl_estimator": "k2"},
         {"kl_coefficient": 0.3, "kl_estimator": "k3", "entropy_coefficient": 0.05},
@@ -178,7 +195,7 @@ VARIANTS = [
 
 
 def name_of(loss: PolicyLoss) -> str:
-    return f"{loss.normalization}-{loss.kl_estimator if loss.kl_coefficient else 'plain'}"
+    return f"{loss.normalization}-{loss.kl_estimator if loss.kl_coefficient else loss.clip_dual or 'plain'}"
 
 
 @pytest.mark.parametrize("loss", VARIANTS, ids=name_of)
@@ -241,6 +258,26 @@ def test_each_side_clips_at_its_own_bound(advantage: float, ratio: float, slope:
     assert (metrics["policy/clip_fraction_low"].value, metrics["policy/clip_fraction_high"].value) == (low, high)
 
 
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "slope", "dual"),
+    [
+        (-1.0, 3.1, 0.0, 1),
+        (-1.0, 2.9, 2.9, 0),
+        (1.0, 3.1, 0.0, 0),  # The upper clip bounds it, as it did.
+        (-1.0, 0.5, 0.0, 0),
+        (0.0, 9.0, 0.0, 0),
+    ],
+)
+def test_dual_clip_bounds_what_a_bad_sample_costs(advantage: float, ratio: float, slope: float, dual: int) -> None:
+    packed = pack([Row([0, 1], [0.0, -1.0], [0.0, -1.0 - math.log(ratio)], [0.0] * 2, [advantage] * 2, [0.0] * 2)])
+    result = call(PolicyLoss(clip_low=0.1, clip_high=0.3, clip_dual=3.0), packed)
+    result.total.backward()
+    assert packed.logprobs.grad.tolist() == pytest.approx([0.0, slope], rel=1e-12)
+    assert result.total.item() == pytest.approx(-max(min(ratio * advantage, min(max(ratio, 0.9), 1.3) * advantage),
+                                                     3.0 * advantage if advantage < 0 else -math.inf))  # fmt: skip
+    assert read(result.metrics)["policy/clip_fraction_dual"].value == dual
+
+
 def splits_of(rows: list[Row]) -> dict[str, list[list[Row]]]:
     return {
         "three": [rows[:1], rows[1:4], rows[4:]],
@@ -270,14 +307,22 @@ def test_no_split_into_micro_batches_changes_the_gradient(loss: TokenLoss, split
         assert merged[name].reduce is metric.reduce
 
 
-@pytest.mark.parametrize("loss", [PolicyLoss(), PolicyLoss(normalization="sequence_mean")], ids=name_of)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        PolicyLoss(),
+        PolicyLoss(normalization="sequence_mean"),
+        PolicyLoss(normalization="constant", constant_tokens=7, kl_coefficient=0.1, entropy_coefficient=0.1),
+    ],
+    ids=name_of,
+)
 def test_reported_loss_is_the_loss_that_is_trained(loss: PolicyLoss) -> None:
     rows = draw_rows(3)
     mean, _, sums = step(loss, rows, [[row] for row in rows])
     assert merge_metrics([read(part.metrics) for part in sums])["policy/loss"].value == pytest.approx(mean, rel=1e-12)
 
 
-@pytest.mark.parametrize("normalization", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("normalization", ["token_mean", "sequence_mean", "constant"])
 def test_weights_add_up_to_the_denominator(normalization: Any) -> None:
     for seed in range(20):
         draw = random.Random(seed)
@@ -305,6 +350,27 @@ def test_token_mean_and_sequence_mean_weigh_lengths_as_they_say() -> None:
     assert by_sequence == pytest.approx((10.0 + 1.0) / 2, rel=1e-12)
     assert token_gradient == pytest.approx([0, -0.1, 0] + [-0.1] * 9)
     assert sequence_gradient == pytest.approx([0, -0.5, 0] + [-1 / 18] * 9, rel=1e-12)
+
+
+def test_a_constant_length_favours_no_length() -> None:
+    """The gradient at a token is the same in a short and in a long response, and does not move with the lengths of others."""
+    short, long = ([Row([0] + [1] * n, *([[-1.0] * (n + 1)] * 3), [1.0] * (n + 1), [0.5] * (n + 1)) for n in lengths]
+                   for lengths in ((2, 3), (2, 30)))  # fmt: skip
+    loss = PolicyLoss(normalization="constant", constant_tokens=40)
+    gradients = [{value for value in step(loss, rows, [rows])[1] if value} for rows in (short, long)]
+    assert gradients[0] == gradients[1]
+    assert list(gradients[0]) == pytest.approx([-1 / (40 * 2)], rel=1e-12)
+    by_token = [step(PolicyLoss(), rows, [rows])[1][1] for rows in (short, long)]
+    assert by_token == pytest.approx([-1 / 5, -1 / 32], rel=1e-12)
+
+
+def test_the_constant_is_read_by_its_own_normalization_alone() -> None:
+    with pytest.raises(ConfigError, match="constant_tokens is null, and normalization=constant divides by it"):
+        PolicyLoss(normalization="constant")
+    with pytest.raises(ConfigError, match="constant_tokens is 9, which normalization=token_mean does not read"):
+        PolicyLoss(constant_tokens=9)
+    with pytest.raises(ConfigError, match="normalization"):
+        SFTLoss(normalization="constant")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])

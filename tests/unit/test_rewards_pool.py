@@ -204,13 +204,10 @@ def test_a_parameter_that_is_no_column_is_a_config_error_before_anything_is_scor
 
 @pytest.mark.parametrize("inline", [False, True])
 def test_functions_that_cannot_be_called_with_columns_are_config_errors(inline: bool) -> None:
-    async def later(response) -> float:
-        return 0.0
-
     def positional(response, /) -> float:
         return 0.0
 
-    for function, message in ((later, "async"), (positional, "'response' is positional-only")):
+    for function, message in ((max, "cannot be read"), (positional, "'response' is positional-only")):
         with pytest.raises(ConfigError, match=message):
             check_reward(RewardSettings(inline=inline), function)
 
@@ -463,18 +460,18 @@ def test_the_kernel_ends_a_process_whose_interpreter_lock_is_held() -> None:
 
     import cloudpickle
 
+    function = lambda response: re.match(r"(a+)+$", "a" * 64 + "b")  # noqa: E731 it travels without this module
+    transport = {"pickle": base64.b64encode(cloudpickle.dumps(function)).decode()}
     hello = {
         "sys_path": sys.path,
-        "function": {
-            "pickle": base64.b64encode(cloudpickle.dumps(lambda response: re.match(r"(a+)+$", "a" * 64 + "b"))).decode()
-        },
+        "functions": {"": {"transport": transport, "per": "sample", "arguments": {}, "timeout_s": 60.0}},
         "max_memory_bytes": None,
         "cpu_limit_s": 0.2,
     }
-    process = RewardProcess(hello, timeout_s=60.0, startup_timeout_s=60.0)
+    process = RewardProcess(hello, startup_timeout_s=60.0)
     try:
         assert wait_until(lambda: (process.pump(), process.is_idle)[1])
-        process.give([(0, {"response": "a"})])
+        process.give("", [(0, {"response": "a"})], 60.0)
         assert wait_until(lambda: (wait([process]), process.pump(), process.fault())[2])
         assert process.fault() == "the process died (SIGVTALRM)"
     finally:

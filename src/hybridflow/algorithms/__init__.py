@@ -2,7 +2,6 @@
 
 from hybridflow.algorithms.advantages import AdvantageFunction, compute_group_advantages, resolve_advantage_function
 from hybridflow.algorithms.filters import compute_constant_groups
-from hybridflow.algorithms.grpo import GRPO, GRPOSettings
 from hybridflow.algorithms.kl import KLEstimator, compute_kl
 from hybridflow.algorithms.losses import (
     LossSum,
@@ -15,19 +14,23 @@ from hybridflow.algorithms.losses import (
     compute_denominator,
     compute_token_weights,
 )
-from hybridflow.algorithms.prepare import Prepared, keep_all, prepare_policy_batch
+from hybridflow.algorithms.moments import Moments
+from hybridflow.algorithms.policy_gradient import PolicyGradient, PolicyGradientSettings
+from hybridflow.algorithms.prepare import Prepared, RewardKL, keep_all, normalize_advantages, prepare_policy_batch
 
 __all__ = [
-    "GRPO",
     "AdvantageFunction",
-    "GRPOSettings",
     "KLEstimator",
     "LossSum",
     "MetricSum",
+    "Moments",
     "Normalization",
+    "PolicyGradient",
+    "PolicyGradientSettings",
     "PolicyLoss",
     "PolicyLossSettings",
     "Prepared",
+    "RewardKL",
     "SFTLoss",
     "TokenLoss",
     "compute_constant_groups",
@@ -36,6 +39,7 @@ __all__ = [
     "compute_kl",
     "compute_token_weights",
     "keep_all",
+    "normalize_advantages",
     "prepare_policy_batch",
     "resolve_advantage_function",
 ]

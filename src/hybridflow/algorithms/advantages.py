@@ -1,6 +1,6 @@
 """How much better than its siblings each sample is. S: samples of a batch, in any order. P: prompt groups.
 
-An advantage function is any function of (rewards, group ids, ok mask); GRPO's is one of them.
+An advantage function is any function of (rewards, group ids, ok mask); those of GRPO and RLOO are two of them.
 """
 
 from __future__ import annotations
@@ -8,9 +8,12 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import importlib.util
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -69,23 +72,39 @@ def summarize_groups(
 
 
 def compute_group_advantages(
-    rewards_S: NDArray[np.float64], group_ids_S: NDArray[np.int64], ok_S: NDArray[np.bool_], *, normalize_std: bool
+    rewards_S: NDArray[np.float64],
+    group_ids_S: NDArray[np.int64],
+    ok_S: NDArray[np.bool_],
+    *,
+    normalize_std: bool,
+    leave_one_out: bool = False,
 ) -> NDArray[np.float64]:
-    """Reward of each sample minus the mean of its prompt group; divided by the group's spread where `normalize_std`.
+    """Reward of each sample minus the mean of its prompt group, or of its siblings alone (`leave_one_out`); divided by the group's
+    spread where `normalize_std`.
 
     rewards_S: [S] float64. group_ids_S: [S] int64. ok_S: [S] bool, True takes part.
     returns:   [S] float64; 0 where not ok; sums to 0 over the ok rows of each group.
 
-    Source: GRPO, arXiv:2402.03300 (outcome supervision); `normalize_std=False` is Dr. GRPO, arXiv:2503.20783.
-    Differs from both: a group of equal rewards gives exact zeros, without an epsilon. The spread is the sample standard
-    deviation (n - 1), as in verl and TRL; the paper leaves it open.
+    Source: GRPO, arXiv:2402.03300 (outcome supervision); `normalize_std=False` is Dr. GRPO, arXiv:2503.20783; `leave_one_out` is RLOO,
+    arXiv:2402.14740. With n rows in a group, the last is n / (n - 1) times the difference to the mean of all.
+    Differs from all: a group of equal rewards gives exact zeros, without an epsilon; so does a row without siblings. The spread is the
+    sample standard deviation (n - 1), as in verl and TRL; the paper leaves it open.
     """
     groups = summarize_groups(rewards_S, group_ids_S, ok_S)
     used_S = ok_S & ~groups.constant_P[groups.index_S]
     advantages_S = np.where(used_S, rewards_S - groups.mean_P[groups.index_S], 0.0)
+    if leave_one_out:
+        advantages_S *= (groups.count_P / np.maximum(groups.count_P - 1, 1))[groups.index_S]
     if not normalize_std:
         return advantages_S
     return np.divide(advantages_S, groups.std_P[groups.index_S], out=np.zeros_like(advantages_S), where=used_S)
+
+
+def keep_rewards(
+    rewards_S: NDArray[np.float64], group_ids_S: NDArray[np.int64], ok_S: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """The rewards themselves, without a baseline: [S] float64, 0 where not ok."""
+    return np.where(ok_S, rewards_S, 0.0)
 
 
 class AdvantageError(HybridflowError, ValueError):
@@ -122,7 +141,7 @@ def compute_advantages(
 
 
 def resolve_advantage_function(function: str | AdvantageFunction) -> AdvantageFunction:
-    """The function itself, imported where it is given as 'package.module:function'.
+    """The function itself, imported where it is given as 'package.module:function' or 'path/to/file.py:function'.
 
     Raises ConfigError in one sentence if it is not there or cannot be called with three arguments.
     """
@@ -141,20 +160,43 @@ def resolve_advantage_function(function: str | AdvantageFunction) -> AdvantageFu
 
 
 def _import_function(path: str) -> Any:
-    module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name):
-        raise ConfigError(f"advantage_function '{path}' is not an import path: write 'package.module:function'")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+    place, colon, name = path.rpartition(":")
+    if not (place and colon and name):
         raise ConfigError(
-            f"advantage_function '{path}' cannot be imported ({error}): install the module or put its directory on PYTHONPATH"
-        ) from error
+            f"advantage_function '{path}' is not an import path: write 'package.module:function' or 'path/to/file.py:function'"
+        )
+    module = _load_file(path, place) if place.endswith(".py") or os.sep in place else _import_module(path, place)
     if name not in vars(module):
         near = difflib.get_close_matches(name, vars(module), n=1)
         remedy = f"did you mean '{near[0]}'" if near else "name a function of that module"
-        raise ConfigError(f"advantage_function '{path}': module '{module_name}' has no '{name}'; {remedy}")
+        raise ConfigError(f"advantage_function '{path}': '{place}' has no '{name}'; {remedy}")
     return vars(module)[name]
+
+
+def _import_module(path: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"advantage_function '{path}' cannot be imported ({error}): install the module or put its directory on PYTHONPATH"
+        ) from error
+
+
+def _load_file(path: str, filename: str) -> ModuleType:
+    if not os.path.isfile(filename):
+        raise ConfigError(
+            f"advantage_function: there is no file '{filename}' (seen from {os.getcwd()}); correct the path in '{path}'"
+        )
+    spec = importlib.util.spec_from_file_location("hybridflow_advantages", filename)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"advantage_function '{path}': '{filename}' is not a Python file; name one that ends in .py")
+    # Not among sys.modules: cloudpickle then sends its functions by value, to workers that have no such file.
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(f"advantage_function '{path}' cannot be loaded ({error}); correct the file") from error
+    return module
 
 
 def _name(function: AdvantageFunction) -> str:

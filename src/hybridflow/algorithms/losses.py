@@ -19,7 +19,7 @@ from hybridflow.algorithms.kl import MAX_LOG_RATIO, KLEstimator, compute_kl
 from hybridflow.config import Field, settings
 from hybridflow.types import Reduce
 
-Normalization = Literal["token_mean", "sequence_mean"]
+Normalization = Literal["token_mean", "sequence_mean", "constant"]
 
 
 class MetricSum(NamedTuple):
@@ -81,7 +81,9 @@ class TokenLoss(Protocol):
 
 
 def compute_token_weights(mask_T: Tensor, cu_seqlens: Tensor, normalization: Normalization) -> Tensor:
-    """Weight of each token in the sum: 1 (token_mean), or 1 / tokens of its sequence that count (sequence_mean).
+    """Weight of each token in the denominator: 1 (token_mean), or 1 / tokens of its sequence that count (the others).
+
+    A loss multiplies its tokens by the same; under `constant` it multiplies them by 1 / its own constant.
 
     mask_T:     [T] bool or uint8, `loss_mask`.
     cu_seqlens: [S+1] int, from 0 to T.
@@ -91,8 +93,8 @@ def compute_token_weights(mask_T: Tensor, cu_seqlens: Tensor, normalization: Nor
     counts_T = mask_T.bool()
     if normalization == "token_mean":
         return counts_T.double()
-    if normalization != "sequence_mean":
-        raise ValueError(f"normalization '{normalization}' is not known: use 'token_mean' or 'sequence_mean'")
+    if normalization not in ("sequence_mean", "constant"):
+        raise ValueError(f"normalization '{normalization}' is not known: use token_mean, sequence_mean or constant")
     before = torch.nn.functional.pad(counts_T.long().cumsum(0), (1, 0))
     lengths_S = before[cu_seqlens[1:].long()] - before[cu_seqlens[:-1].long()]
     sizes_S = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
@@ -101,7 +103,7 @@ def compute_token_weights(mask_T: Tensor, cu_seqlens: Tensor, normalization: Nor
 
 
 def compute_denominator(response_lengths: Sequence[int] | np.ndarray, normalization: Normalization) -> float:
-    """What the loss sum of a mini-batch is divided by: its tokens (token_mean) or its sequences (sequence_mean).
+    """What the loss sum of a mini-batch is divided by: its tokens (token_mean) or its sequences (sequence_mean, constant).
 
     response_lengths: [S] tokens with `loss_mask` 1, of the rows that are OK, of all micro-batches and ranks.
     returns:          0.0 when nothing counts; the engine then skips the step.
@@ -111,9 +113,9 @@ def compute_denominator(response_lengths: Sequence[int] | np.ndarray, normalizat
     lengths_S = np.asarray(response_lengths, dtype=np.int64)
     if normalization == "token_mean":
         return float(lengths_S.sum())
-    if normalization == "sequence_mean":
+    if normalization in ("sequence_mean", "constant"):
         return float(np.count_nonzero(lengths_S))
-    raise ValueError(f"normalization '{normalization}' is not known: use 'token_mean' or 'sequence_mean'")
+    raise ValueError(f"normalization '{normalization}' is not known: use token_mean, sequence_mean or constant")
 
 
 @settings
@@ -124,6 +126,8 @@ class PolicyLossSettings:
     """The ratio to the sampling policy earns nothing below 1 - clip_low, where the advantage is negative."""
     clip_high: float = Field(default=0.28, ge=0.0)
     """The ratio to the sampling policy earns nothing above 1 + clip_high, where the advantage is positive."""
+    clip_dual: float | None = Field(default=None, gt=1.0)
+    """The ratio costs nothing more above this, where the advantage is negative, e.g. 3.0 (dual clip); null does not bound it."""
     kl_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of the KL to the reference in the loss; 0 leaves the term out, and needs no reference unless `report_kl`."""
     kl_estimator: KLEstimator = "k3"
@@ -135,7 +139,17 @@ class PolicyLossSettings:
     old_logprobs: Literal["rollout_logprobs", "trainer_logprobs"] = "rollout_logprobs"
     """Author of the log-probabilities below the ratio: the rollout engine, or the trainer before its first update."""
     normalization: Normalization = "token_mean"
-    """Every token counts the same (token_mean), or every response does (sequence_mean)."""
+    """Every token counts the same (token_mean), every response does (sequence_mean), or each token of a response counts as one of
+    `constant_tokens`, however long the response is (constant)."""
+    constant_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that a response is taken to have under `constant`; null takes `sampling.max_new_tokens`."""
+
+    def __post_init__(self) -> None:
+        if self.constant_tokens is not None and self.normalization != "constant":
+            raise ValueError(
+                f"constant_tokens is {self.constant_tokens}, which normalization={self.normalization} does not read; leave it out, or set "
+                "normalization=constant"
+            )
 
     @property
     def reads_reference(self) -> bool:
@@ -148,25 +162,33 @@ class PolicyLoss(PolicyLossSettings):
     """Clipped policy-gradient loss with optional KL and entropy terms, e.g. `PolicyLoss(kl_coefficient=0.01)`.
 
     At a token with ratio r = p / p_old and advantage A:
-    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coefficient * KL - entropy_coefficient * entropy.
+    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coefficient * KL - entropy_coefficient * entropy;
+    where A < 0, r is no more than clip_dual.
 
-    Denominator: tokens with `loss_mask` 1, or sequences that have one, over the whole mini-batch (`normalization`).
+    Denominator: tokens with `loss_mask` 1, or sequences that have one, over the whole mini-batch; with `constant` the sequences, and each
+    token is divided by `constant_tokens` in here.
     Gradient flows through `logprobs_T` and `entropy_T` alone, and is exactly 0 at a token that is clipped.
     With p equal to p_old, r is exactly 1, nothing is clipped, and KL to the rollout is exactly 0.
     A NaN at a token that counts makes the sum NaN, and the engine skips that step. log r is cut at 20 before it is exponentiated: a
     token above has r = e^20 and no gradient from the first term. An infinite log r is cut likewise, and seen in `policy/logprob_gap_max`.
 
-    Source: PPO, arXiv:1707.06347 eq. 7; two clips, DAPO, arXiv:2503.14476 eq. 10; KL in the loss, GRPO, arXiv:2402.03300 eq. 3.
-    Differs from GRPO: tokens count alike by default, as in DAPO; `sequence_mean` is GRPO's 1/|o_i|. Dr. GRPO (arXiv:2503.20783)
-    divides by a constant instead, which differs from token_mean by one factor common to all tokens of a mini-batch.
+    Source: PPO, arXiv:1707.06347 eq. 7; two clips, DAPO, arXiv:2503.14476 eq. 10; dual clip, arXiv:1912.09729; KL in the loss,
+    GRPO, arXiv:2402.03300 eq. 3; `constant`, Dr. GRPO, arXiv:2503.20783.
+    Differs from GRPO: tokens count alike by default, as in DAPO; `sequence_mean` is GRPO's 1/|o_i|. Differs from Dr. GRPO: sequences
+    that a filter took out, or that have no token, do not count.
 
     Metrics: `policy/loss` is the whole loss, by its own denominator; all others are means or extremes over tokens.
     `policy/kl_to_rollout` is k3 of KL(p_old, p), `policy/logprob_gap_*` is |log r|, `policy/clip_fraction_*` counts tokens
-    without gradient from the first term because of the clip on that side.
+    without gradient from the first term because of the clip on that side (`_dual`: because of `clip_dual`, where it is set).
     """
 
     temperature: float = Field(default=1.0, gt=0.0)
     """Divides the logits: that of the sampling, else the ratio does not start at 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.normalization == "constant" and self.constant_tokens is None:
+            raise ValueError("constant_tokens is null, and normalization=constant divides by it; give it, e.g. 1024")
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -203,7 +225,9 @@ class PolicyLoss(PolicyLossSettings):
             loss_T = loss_T + self.kl_coefficient * kl_T if self.kl_coefficient else loss_T
         if self.entropy_coefficient:
             loss_T = loss_T - self.entropy_coefficient * entropy_T
-        return _sum_up("policy/loss", loss_T, weights_T, metrics)
+        if self.constant_tokens is not None and self.normalization == "constant":
+            return _sum_up("policy/loss", loss_T / self.constant_tokens, counts_T, weights_T.sum(), metrics)
+        return _sum_up("policy/loss", loss_T, weights_T, weights_T.sum(), metrics)
 
     def _clipped_objective(
         self, log_ratio_T: Tensor, advantages_T: Tensor, counts_T: Tensor
@@ -213,9 +237,13 @@ class PolicyLoss(PolicyLossSettings):
         low_T = (advantages_T < 0) & (ratio_T < 1 - self.clip_low)
         high_T = (advantages_T > 0) & (ratio_T > 1 + self.clip_high)
         bounded_T = torch.where(low_T, 1 - self.clip_low, torch.where(high_T, 1 + self.clip_high, ratio_T))
+        clipped = {"low": low_T, "high": high_T}
+        if self.clip_dual is not None:
+            clipped["dual"] = dual_T = (advantages_T < 0) & (ratio_T > self.clip_dual)
+            bounded_T = torch.where(dual_T, self.clip_dual, bounded_T)
         return -advantages_T * bounded_T, {
-            "policy/clip_fraction_low": token_mean(low_T.to(ratio_T.dtype), counts_T),
-            "policy/clip_fraction_high": token_mean(high_T.to(ratio_T.dtype), counts_T),
+            f"policy/clip_fraction_{side}": token_mean(clipped_T.to(ratio_T.dtype), counts_T)
+            for side, clipped_T in clipped.items()
         }
 
 
@@ -227,7 +255,7 @@ class SFTLoss:
     A non-finite log-probability at a token that counts makes the sum non-finite, and the engine skips that step.
     """
 
-    normalization: Normalization = "token_mean"
+    normalization: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Every token counts the same (token_mean), or every sequence does (sequence_mean)."""
 
     @property
@@ -254,7 +282,7 @@ class SFTLoss:
         columns: Mapping[str, Tensor],
     ) -> LossSum:
         """See `TokenLoss` and the class."""
-        return _sum_up("sft/loss", -_keep(logprobs_T, mask_T.bool()), weights_T, {})
+        return _sum_up("sft/loss", -_keep(logprobs_T, mask_T.bool()), weights_T, weights_T.sum(), {})
 
 
 def token_mean(values_T: Tensor, counts_T: Tensor) -> MetricSum:
@@ -286,6 +314,6 @@ def _keep(values_T: Tensor, counts_T: Tensor) -> Tensor:
     return torch.where(counts_T, values_T, 0.0)
 
 
-def _sum_up(name: str, loss_T: Tensor, weights_T: Tensor, metrics: dict[str, MetricSum]) -> LossSum:
-    total, weight = (weights_T.to(loss_T.dtype) * loss_T).sum(), weights_T.sum()
+def _sum_up(name: str, loss_T: Tensor, weights_T: Tensor, weight: Tensor, metrics: dict[str, MetricSum]) -> LossSum:
+    total = (weights_T.to(loss_T.dtype) * loss_T).sum()
     return LossSum(total, weight, {name: MetricSum(total.detach(), weight, Reduce.MEAN), **metrics})

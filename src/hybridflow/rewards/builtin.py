@@ -14,6 +14,15 @@ def exact_match(response: str, answer: object) -> float:
     return float(response.strip() == str(answer).strip())
 
 
+def format_match(response: str, pattern: str) -> float:
+    """1.0 if the whole response has the form of the regular expression, blanks around it left aside, else 0.0. `.` is a line's end too.
+
+    `arguments: {pattern: "<think>.+</think>.+"}` asks for a thought before the answer. A pattern that backtracks without end meets the time
+    limit.
+    """
+    return float(re.fullmatch(pattern, response.strip(), re.DOTALL) is not None)
+
+
 def gsm8k(response: str, answer: object) -> float:
     """1.0 if the response's number equals the answer's, else 0.0.
 

@@ -1,14 +1,16 @@
-"""The process that runs a reward function: it reads rows from one pipe and reports on another, row by row.
+"""The process that runs reward functions: it reads rows from one pipe and reports on another, row by row.
 
 Started by its path and not as a module: it imports nothing of hybridflow, so that a process that had to be killed is back in a moment.
-The first line in is a `Hello`, the first line out is `{"parameters": ...}` or `{"error": "one sentence"}`. Then each line in is
-`[[index, {column: value}], ...]`, and each of these rows is answered at once by a line `[index, reward, error]`: where the answers stop is
-where the function hangs.
+The first line in is a `Hello`, the first line out is `{"parameters": {function: ...}}` or `{"error": "one sentence", "function": ...}`.
+Then each line in is `[function, [[index, {column: value}], ...]]`, and these rows are answered in order by a line `[index, reward, error]`
+each. A plain function answers a row before it is given the next: where the answers stop is where it hangs. An async one works on all rows
+of a line at once; one of batches gets them in one call.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -21,7 +23,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+
+if TYPE_CHECKING:
+    import asyncio
 
 _MAX_ERROR_CHARS = 300
 _PARENT_CHECK_MS = 1000
@@ -37,24 +42,55 @@ class Transport(TypedDict, total=False):
 
 
 class Parameters(TypedDict):
-    """What the function asks for: names it needs, names it has defaults for, and whether it takes any others (`**`)."""
+    """What a function asks for: names it needs, names it has defaults for, and whether it takes any others (`**`)."""
 
     required: list[str]
     optional: list[str]
     takes_rest: bool
+    is_async: bool
+
+
+class Described(TypedDict):
+    """A function, before it is loaded. arguments: of fixed value, beside the columns. timeout_s: of a row or a batch; None for no limit."""
+
+    transport: Transport
+    per: Literal["sample", "batch"]
+    arguments: dict[str, Any]
+    timeout_s: float | None
+
+
+class Loaded(NamedTuple):
+    """A function that can be called. is_async: it gives something to await, and several of it run at once."""
+
+    call: Callable[..., Any]
+    is_async: bool
+    described: Described
 
 
 class Hello(TypedDict):
-    """What the process is told first. `cpu_limit_s`: CPU seconds of one row after which the kernel ends the process."""
+    """What the process is told first. `cpu_limit_s`: CPU seconds of a row (async: a line) after which the kernel ends the process."""
 
     sys_path: list[str]
-    function: Transport
+    functions: dict[str, Described]
     max_memory_bytes: int | None
     cpu_limit_s: float
 
 
+Row = tuple[int, dict[str, Any]]
+"""A row's index, by which it is answered, and what the function is called with."""
+Answer = Callable[[int, float | None, str | None], None]
+"""Called with a row's index, its reward and no error, or no reward and an error in one line."""
+
+
 class FunctionError(ValueError):
     """The function cannot be loaded or called with columns; the message is one sentence."""
+
+
+def load(described: Described) -> Loaded:
+    """The function as it is called. Raises FunctionError."""
+    call = load_function(described["transport"])
+    is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
+    return Loaded(call, is_async, described)
 
 
 def load_function(transport: Transport) -> Callable[..., Any]:
@@ -71,19 +107,23 @@ def load_function(transport: Transport) -> Callable[..., Any]:
             for part in transport["name"].split("."):
                 found = getattr(found, part)
     except (Exception, SystemExit) as error:
-        raise FunctionError(f"it cannot be loaded: {_one_line(error)}") from error
+        raise FunctionError(f"it cannot be loaded: {_one_line(error)}; mend {_describe(transport)}") from error
     if not callable(found):
-        raise FunctionError(f"it is {type(found).__name__}, not a function")
+        raise FunctionError(f"it is {type(found).__name__}, not a function; correct {_describe(transport)}")
     loaded: Callable[..., Any] = found
     return loaded
 
 
-def read_parameters(function: Callable[..., Any]) -> Parameters:
-    """The names that the function takes by keyword. Raises FunctionError."""
-    if inspect.iscoroutinefunction(function):
-        raise FunctionError("it is an async function, and a reward is called plainly; wrap it in asyncio.run")
+def _describe(transport: Transport) -> str:
+    if "pickle" in transport:
+        return "the function that was passed"
+    return f"'{transport['file'] if 'file' in transport else transport['module']}:{transport['name']}'"
+
+
+def read_parameters(function: Loaded) -> Parameters:
+    """The names that the function takes from columns. Raises FunctionError, also for an argument that it does not take."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function.call).parameters.values()
     except (ValueError, TypeError) as error:
         raise FunctionError(
             f"its parameters cannot be read ({error}); wrap it in a def that names its columns"
@@ -94,28 +134,102 @@ def read_parameters(function: Callable[..., Any]) -> Parameters:
         raise FunctionError(
             f"its parameter '{hidden[0]}' is positional-only, and columns come by keyword; take the '/' out"
         )
+    arguments, takes_rest = function.described["arguments"], any(p.kind is p.VAR_KEYWORD for p in parameters)
+    unknown = [name for name in arguments if name not in {p.name for p in named}]
+    if unknown and not takes_rest:
+        raise FunctionError(
+            f"it takes no argument '{unknown[0]}', only {', '.join(p.name for p in named)}; correct `arguments`"
+        )
     return Parameters(
-        required=[p.name for p in named if p.default is p.empty],
-        optional=[p.name for p in named if p.default is not p.empty],
-        takes_rest=any(p.kind is p.VAR_KEYWORD for p in parameters),
+        required=[p.name for p in named if p.default is p.empty and p.name not in arguments],
+        optional=[p.name for p in named if p.default is not p.empty and p.name not in arguments],
+        takes_rest=takes_rest,
+        is_async=function.is_async,
     )
 
 
-def evaluate(function: Callable[..., Any], columns: dict[str, Any]) -> tuple[float | None, str | None]:
-    """Reward and no error, or no reward and an error in one line. Whatever the function does short of ending the process is caught."""
+def serve(function: Loaded, rows: list[Row], answer: Answer) -> None:
+    """Answer each row, in order. Whatever the function does short of ending the process is caught."""
+    if function.described["per"] == "batch":
+        _serve_batch(function, rows, answer)
+    elif function.is_async:
+        _get_runner().run(_serve_together(function, rows, answer))
+    else:
+        for index, columns in rows:
+            answer(index, *_read(_call(function, columns)))
+
+
+@functools.cache
+def _get_runner() -> asyncio.Runner:
+    # Imported where it is used: a process that was killed is back sooner. One loop for all calls, so that connections can be kept.
+    import asyncio
+
+    return asyncio.Runner()
+
+
+def _serve_batch(function: Loaded, rows: list[Row], answer: Answer) -> None:
+    columns = {name: [row[name] for _, row in rows] for name in rows[0][1]}
+    called = _get_runner().run(_await(function, columns)) if function.is_async else _call(function, columns)
+    values, error = _read_batch(called, len(rows))
+    for position, (index, _) in enumerate(rows):
+        answer(index, *((None, error) if error else _read((values[position], None))))
+
+
+async def _serve_together(function: Loaded, rows: list[Row], answer: Answer) -> None:
+    import asyncio
+
+    tasks = [asyncio.create_task(_await(function, columns)) for _, columns in rows]
+    for (index, _), task in zip(rows, tasks, strict=True):
+        answer(index, *_read(await task))
+
+
+def _call(function: Loaded, columns: dict[str, Any]) -> tuple[Any, str | None]:
     try:
-        value = function(**columns)
+        return function.call(**columns, **function.described["arguments"]), None
     except (Exception, SystemExit) as error:  # noqa: BLE001 it is the user's code
-        # The function's own line, also where a library below it raised.
-        frame = error.__traceback__.tb_next if error.__traceback__ else None
-        place = f" ({os.path.basename(frame.tb_frame.f_code.co_filename)}:{frame.tb_lineno})" if frame else ""
-        return None, _one_line(error) + place
+        return None, _explain(error)
+
+
+async def _await(function: Loaded, columns: dict[str, Any]) -> tuple[Any, str | None]:
+    import asyncio
+
+    timeout_s = function.described["timeout_s"]
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return await function.call(**columns, **function.described["arguments"]), None
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 it is the user's code
+        return None, f"no result within {timeout_s or 0.0:g} s" if limit.expired() else _explain(error)
+
+
+def _explain(error: BaseException) -> str:
+    # The function's own line, also where a library below it raised.
+    frame = error.__traceback__.tb_next if error.__traceback__ else None
+    place = f" ({os.path.basename(frame.tb_frame.f_code.co_filename)}:{frame.tb_lineno})" if frame else ""
+    return _one_line(error) + place
+
+
+def _read(called: tuple[Any, str | None]) -> tuple[float | None, str | None]:
+    value, raised = called
+    if raised is not None:
+        return None, raised
     try:
         # Unlike float(), isfinite() takes no text for a number.
         finite, reward = math.isfinite(value), float(value)
     except Exception as error:  # noqa: BLE001 so is `__float__`
         return None, f"returned {type(value).__name__}, which is not a number ({_one_line(error)})"
     return (reward, None) if finite else (None, f"returned {reward}, which is not a finite number")
+
+
+def _read_batch(called: tuple[Any, str | None], num_rows: int) -> tuple[list[Any], str | None]:
+    value, raised = called
+    if raised is not None:
+        return [], raised
+    try:
+        values = list(value)
+    except Exception as error:  # noqa: BLE001 so is `__iter__`
+        return [], f"returned {type(value).__name__} for {num_rows} rows; give one number a row ({_one_line(error)})"
+    wrong = f"returned {len(values)} values for {num_rows} rows; give one number a row"
+    return values, None if len(values) == num_rows else wrong
 
 
 def main(request_fd: int, result_fd: int, parent_pid: int) -> None:
@@ -126,24 +240,36 @@ def main(request_fd: int, result_fd: int, parent_pid: int) -> None:
     threading.Thread(target=_end_with_parent, args=(request_fd, parent_pid), daemon=True).start()
     with open(request_fd, "rb", closefd=False) as requests:
         hello: Hello = json.loads(requests.readline())
-        try:
-            _limit_memory(hello["max_memory_bytes"])
-            sys.path[:] = hello["sys_path"]
-            function = load_function(hello["function"])
-            _write(result_fd, {"parameters": read_parameters(function)})
-        except FunctionError as error:
-            _write(result_fd, {"error": str(error)})
-            return
+        _limit_memory(hello["max_memory_bytes"])
+        sys.path[:] = hello["sys_path"]
+        functions: dict[str, Loaded] = {}
+        parameters: dict[str, Parameters] = {}
+        for name, described in hello["functions"].items():
+            try:
+                functions[name] = load(described)
+                parameters[name] = read_parameters(functions[name])
+            except FunctionError as error:
+                _write(result_fd, {"error": str(error), "function": name})
+                return
+        _write(result_fd, {"parameters": parameters})
+
+        def answer(index: int, reward: float | None, error: str | None) -> None:
+            if os.getpid() != own_pid:
+                os._exit(0)  # The function forked, and this is the copy.
+            _write(result_fd, [index, reward, error])
+            _limit_cpu(hello["cpu_limit_s"])
+
         for line in requests:
-            for index, columns in json.loads(line):
-                # A C call that holds the interpreter lock (a regular expression that backtracks) stops every thread, also the one that
-                # watches the parent. The kernel's timer still ends the process, so none outlives a parent that was killed.
-                signal.setitimer(signal.ITIMER_VIRTUAL, hello["cpu_limit_s"])
-                answer = [index, *evaluate(function, columns)]
-                if os.getpid() != own_pid:
-                    os._exit(0)  # The function forked, and this is the copy.
-                _write(result_fd, answer)
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            name, rows = json.loads(line)
+            _limit_cpu(hello["cpu_limit_s"])
+            serve(functions[name], rows, answer)
+            _limit_cpu(0.0)
+
+
+def _limit_cpu(seconds: float) -> None:
+    # A C call that holds the interpreter lock (a regular expression that backtracks) stops every thread, also the one that watches the
+    # parent. The kernel's timer still ends the process, so none outlives a parent that was killed.
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
 
 
 def _one_line(error: BaseException) -> str:

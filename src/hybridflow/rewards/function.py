@@ -21,7 +21,13 @@ from hybridflow.rewards.child import Parameters, Transport
 RewardFunction = Callable[..., Any]
 """Called with columns of one row by keyword; gives a finite number."""
 
-BUILTIN = ("exact_match", "gsm8k")
+BUILTIN = {
+    "exact_match": builtin.__file__,
+    "gsm8k": builtin.__file__,
+    "format_match": builtin.__file__,
+    "math_equal": str(Path(builtin.__file__).with_name("math_equality.py")),
+}
+"""Rewards that come with hybridflow, and the file of each."""
 SCORED_COLUMNS = (
     "prompt",
     "response",
@@ -39,31 +45,28 @@ SCORED_COLUMNS = (
 """What a row has when it is scored, beside the data's own columns."""
 
 
-def describe_transport(name: str | None, function: RewardFunction | None) -> Transport:
-    """How the function reaches its process: by name, or a live one by cloudpickle. Raises ConfigError unless exactly one is given.
+def carry_function(function: RewardFunction) -> Transport:
+    """How a live function reaches its process: by cloudpickle."""
+    return {"pickle": base64.b64encode(cloudpickle.dumps(function)).decode()}
+
+
+def describe_transport(name: str, key: str = "reward.function") -> Transport:
+    """How the function of this name reaches its process. Raises ConfigError naming the setting `key`.
 
     name: `pkg.mod:fn`, `path/to/file.py:fn` (from the working directory) or one of `BUILTIN`.
     """
-    if function is not None:
-        if name is not None:
-            raise ConfigError(f"reward.function: is '{name}' while a function was passed as well; give one of the two")
-        return {"pickle": base64.b64encode(cloudpickle.dumps(function)).decode()}
-    if name is None:
-        raise ConfigError(
-            f"reward.function: nothing is rewarded; give pkg.mod:fn, path/to/file.py:fn or one of {', '.join(BUILTIN)}"
-        )
     if name in BUILTIN:
         # By file: importing the package would make each start of a process several times slower.
-        return {"file": builtin.__file__, "name": name}
+        return {"file": BUILTIN[name], "name": name}
     place, colon, attribute = name.rpartition(":")
     if not colon or not place or not attribute:
         raise ConfigError(
-            f"reward.function: '{name}' names no function; write pkg.mod:fn, path/to/file.py:fn or one of {', '.join(BUILTIN)}"
+            f"{key}: '{name}' names no function; write pkg.mod:fn, path/to/file.py:fn or one of {', '.join(BUILTIN)}"
         )
     if place.endswith(".py") or os.sep in place:
         if not Path(place).is_file():
             raise ConfigError(
-                f"reward.function: there is no file '{place}' (seen from {os.getcwd()}); correct the path in '{name}'"
+                f"{key}: there is no file '{place}' (seen from {os.getcwd()}); correct the path in '{name}'"
             )
         return {"file": os.path.abspath(place), "name": attribute}
     return {"module": place, "name": attribute}
@@ -76,7 +79,7 @@ def source_hash(function: RewardFunction | str) -> str:
     its pickled form where it has none (a console).
     """
     if isinstance(function, str):
-        return hashlib.sha256(_source_file(describe_transport(function, None)).read_bytes()).hexdigest()
+        return hashlib.sha256(_source_file(describe_transport(function)).read_bytes()).hexdigest()
     try:
         source = inspect.getsource(function).encode()
     except (OSError, TypeError):
@@ -84,35 +87,38 @@ def source_hash(function: RewardFunction | str) -> str:
     return hashlib.sha256(source).hexdigest()
 
 
-def check_columns(parameters: Parameters, columns: Iterable[str]) -> None:
-    """Raise ConfigError if the function asks for a column that rows do not have."""
+def check_columns(parameters: Parameters, columns: Iterable[str], key: str) -> None:
+    """Raise ConfigError, naming the setting `key`, if the function asks for a column that rows do not have."""
     there = sorted(set(columns))
     missing = [name for name in parameters["required"] if name not in there]
     if missing:
         raise ConfigError(
-            f"reward.function: its parameter '{missing[0]}' is no column; the columns are {', '.join(there)}: "
+            f"{key}: its parameter '{missing[0]}' is no column; the columns are {', '.join(there)}: "
             "rename the parameter, or give it a default"
         )
 
 
-def choose_columns(parameters: Parameters, schema: pa.Schema) -> list[str]:
-    """The columns that the function is given: those it names, and with `**` each other one of scalars.
+def choose_columns(parameters: Parameters, schema: pa.Schema, key: str, arguments: Iterable[str]) -> list[str]:
+    """The columns that the function is given: those it names, and with `**` each other one of scalars, but for its `arguments`.
 
     Raises ConfigError for one that is not there, or that holds what cannot travel as JSON (times).
     """
-    check_columns(parameters, schema.names)
+    check_columns(parameters, schema.names, key)
     named = {*parameters["required"], *parameters["optional"]}
     for field in schema:
         if field.name in named and not _is_json(field.type):
             raise ConfigError(
-                f"reward.function: its parameter '{field.name}' is a column of {field.type}, and a reward is given numbers, text, "
+                f"{key}: its parameter '{field.name}' is a column of {field.type}, and a reward is given numbers, text, "
                 "and lists and structs of them; convert the column to text"
             )
     return [
         field.name
         for field in schema
-        if field.name in named
-        or (parameters["takes_rest"] and _is_json(field.type) and not pa.types.is_nested(field.type))
+        if field.name not in arguments
+        and (
+            field.name in named
+            or (parameters["takes_rest"] and _is_json(field.type) and not pa.types.is_nested(field.type))
+        )
     ]
 
 

@@ -27,18 +27,21 @@ Outcome = tuple[float | None, str | None]
 
 
 class RewardProcess:
-    """A spawned interpreter that runs the function on rows, one after the other.
+    """A spawned interpreter that runs the functions on rows, those of one function at a time.
 
     Nothing here waits: `wait()` is where the pool sleeps, `pump()` moves what the pipes will take and give. The clock of a row runs from
     the moment the row before it was answered (the first: from when the process had it), and only once the pipes are drained.
+
+    function: of the rows that it has or had last. row_s: by function, how long a row took.
     """
 
-    def __init__(self, hello: Hello, *, timeout_s: float, startup_timeout_s: float) -> None:
-        self.parameters: Parameters | None = None
-        self.startup_error: str | None = None
+    def __init__(self, hello: Hello, *, startup_timeout_s: float) -> None:
+        self.parameters: dict[str, Parameters] | None = None
+        self.startup_error: tuple[str, str] | None = None
+        self.function = ""
         self.pending: deque[int] = deque()
-        self.row_s: float | None = None
-        self._timeout_s, self._startup_timeout_s = timeout_s, startup_timeout_s
+        self.row_s: dict[str, float] = {}
+        self._timeout_s = self._startup_timeout_s = startup_timeout_s
         self._inbox, self._outbox = bytearray(), bytearray()
         self._broken: str | None = None
         self._at_end = False
@@ -69,12 +72,13 @@ class RewardProcess:
         """Ready for rows."""
         return self.parameters is not None and not self.pending and self._broken is None
 
-    def give(self, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-        """Hand over rows, each with the number it is answered by; the process must be idle."""
+    def give(self, function: str, rows: Sequence[tuple[int, Mapping[str, Any]]], timeout_s: float) -> None:
+        """Hand over rows, each with the number it is answered by; the process must be idle. timeout_s: from one answer to the next."""
+        self.function, self._timeout_s = function, timeout_s
         self.pending.extend(index for index, _ in rows)
         self._given_s, self._num_given = time.monotonic(), len(rows)
         self._deadline_s = self._given_s + self._timeout_s
-        self._send(rows)
+        self._send([function, rows])
 
     def pump(self) -> list[tuple[int, Outcome]]:
         """Send and receive what is possible now; returns the rows answered since. Also finds out whether the process is at its end."""
@@ -157,7 +161,8 @@ class RewardProcess:
 
     def _take(self, message: Any, answers: list[tuple[int, Outcome]]) -> None:
         if self.parameters is None:
-            self.parameters, self.startup_error = message.get("parameters"), message.get("error")
+            self.parameters = message.get("parameters")
+            self.startup_error = None if self.parameters is not None else (message["function"], message["error"])
             return
         index, reward, error = message
         if index != self.pending[0]:
@@ -165,7 +170,7 @@ class RewardProcess:
         self.pending.popleft()
         answers.append((index, (reward, error)))
         if not self.pending:
-            self.row_s = (time.monotonic() - self._given_s) / self._num_given
+            self.row_s[self.function] = (time.monotonic() - self._given_s) / self._num_given
 
 
 def wait(processes: Sequence[RewardProcess]) -> None:
