@@ -36,6 +36,8 @@ COLUMN_TYPES: Mapping[str, pa.DataType] = {
     "rollout_error": pa.string(),
 }
 """The columns the framework speaks of, of this type in every Batch; others (an `answer`) keep what they came with."""
+REWARD_COMPONENT = "reward/"
+"""Prefix of the columns, and so of the metrics, of what each of several rewards gave: float64, NaN for nothing."""
 PER_TOKEN = ("loss_mask", "rollout_logprobs", "trainer_logprobs", "ref_logprobs", "advantages")
 """Columns that have the length of `tokens` in every row."""
 _NULLABLE = ("reward", "reward_error", "rollout_error")

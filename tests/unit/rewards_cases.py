@@ -53,3 +53,41 @@ def misbehave(response: str) -> object:
         "huge": 10**400,
     }
     return values.get(response, 1.0)
+
+
+ARRIVED: list[str] = []
+
+
+async def misbehave_later(response: str) -> object:
+    """The same of an async function; "meet" returns when as many rows are under way as its number says."""
+    import asyncio
+
+    if response.startswith("meet"):
+        ARRIVED.append(response)
+        while len(ARRIVED) < int(response.removeprefix("meet ")):
+            await asyncio.sleep(0)
+        return float(len(ARRIVED))
+    if response == "wait":
+        await asyncio.sleep(100)
+    if response == "cling":
+        while True:
+            try:
+                await asyncio.sleep(100)
+            except asyncio.CancelledError:
+                continue
+    if response == "own timeout":
+        raise TimeoutError("the judge did not answer")
+    await asyncio.sleep(0.01)
+    return misbehave(response)
+
+
+def misbehave_batch(response: list[str]) -> object:
+    """And of a function of batches."""
+    if "one too few" in response:
+        return [1.0] * (len(response) - 1)
+    if "a number" in response:
+        return 1.0
+    for text in ("hang", "raise", "hard exit"):
+        if text in response:
+            misbehave(text)
+    return [misbehave(text) if text in ("nan", "text") else float(len(response)) for text in response]

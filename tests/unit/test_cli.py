@@ -17,7 +17,7 @@ from hybridflow.cli.command import Command, print_json
 from hybridflow.cli.main import COMMANDS, main
 from hybridflow.config import ConfigError, Field, settings
 
-NAMES = ("sft", "rl", "generate", "eval", "export", "plan", "quickstart", "doctor")
+NAMES = ("sft", "rl", "generate", "eval", "export", "report", "plan", "quickstart", "doctor")
 
 
 @settings
@@ -182,6 +182,7 @@ REQUIRED = {
     "rl": ["model.path=m", "data.files=[a.jsonl]"],
     "generate": ["model.path=m"],
     "eval": ["model.path=m", "evaluation.data.files=[a.jsonl]"],
+    "report": ["run=x"],
     "export": ["checkpoint=c", "output=o"],
     "plan": ["model.path=m", "data.files=[a.jsonl]"],
     "quickstart": [],

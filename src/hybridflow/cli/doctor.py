@@ -43,7 +43,7 @@ def show_json(diagnosis: Any) -> None:
 
 COMMAND = DoctorCommand(
     name="doctor",
-    summary="Tell what this machine can train with: devices, versions, and each backend with the reason why or why not.",
+    summary="Tell what this machine can train and generate with: devices, versions, and each backend with the reason why or why not.",
     examples=("hybridflow doctor", "hybridflow doctor --json"),
     load=load,
     show=show,

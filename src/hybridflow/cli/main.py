@@ -9,11 +9,11 @@ import threading
 from collections.abc import Sequence
 
 from hybridflow import __version__
-from hybridflow.cli import doctor, export, generate, plan, quickstart, rl, sft
+from hybridflow.cli import doctor, export, generate, plan, quickstart, report, rl, sft
 from hybridflow.cli import eval as eval_command
 from hybridflow.cli.command import Command, Parser, build_parser, run
 
-_MODULES = (sft, rl, generate, eval_command, export, plan, quickstart, doctor)
+_MODULES = (sft, rl, generate, eval_command, export, report, plan, quickstart, doctor)
 COMMANDS: dict[str, Command] = {module.COMMAND.name: module.COMMAND for module in _MODULES}
 
 

@@ -38,7 +38,11 @@ class PlanCommand(Command):
 
     def choose(self, parsed: argparse.Namespace) -> Command:
         """The command planned is the first word, else what --config-name says where that is one, else `rl`."""
-        first = [word for word in parsed.overrides[:1] if word in LOADS]
+        first = [word for word in parsed.overrides[:1] if "=" not in word and not word.startswith("~")]
+        if first and first[0] not in LOADS:
+            from hybridflow.config import ConfigError  # imports slowly
+
+            raise ConfigError(f"'{first[0]}' is no command that can be planned; write one of {', '.join(LOADS)}")
         parsed.overrides = parsed.overrides[len(first) :]
         name = next((word for word in (*first, parsed.config_name) if word in LOADS), "rl")
         return replace(

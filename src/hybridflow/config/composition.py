@@ -69,7 +69,7 @@ def compose_values(
     except RecursionError:
         raise ConfigError(f"the defaults list of '{name}' comes back to itself; take the circle out") from None
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"configuration '{name}' cannot be composed: {_one_line(str(error))}") from None
+        raise ConfigError(f"configuration '{name}' cannot be composed ({_one_line(str(error))}); correct it") from None
 
 
 def _compose(directory: Path, name: str, overrides: list[str]) -> DictConfig:

@@ -1,6 +1,7 @@
 """From a failed check to one sentence a person can act on: the key, the value and the remedy."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,6 +13,8 @@ from hybridflow.config import schema
 Path = tuple[str, ...]
 
 _MAX_VALUE_CHARS = 80
+_TOO_LARGE = 2**63
+_OF_PYDANTIC = re.compile(r" after validation, not .*")
 _WORDS = re.compile(r"\^\(?([\w|-]+)\)?\$")
 _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 _MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
@@ -40,6 +43,26 @@ def explain_all(error: ValidationError, cls: type, values: Any, root: str = "") 
     for details in error.errors(include_url=False):
         by_path.setdefault(_real_path(details, values), []).append(details)
     return "\n".join(_explain(cls, path, group, root, values) for path, group in by_path.items())
+
+
+def explain_huge(checked: Any) -> str:
+    """One sentence a line for each whole number of a settings object that 64 bits do not hold: it would overflow far from here."""
+    told = [(path, ".".join(path), number) for path, number in _iter_huge(checked, ())]
+    rule = "must be less than 2**63"
+    return "\n".join(
+        f"{key} is {shown(number)} and {rule}; {_remedy(type(checked), path, key)}" for path, key, number in told
+    )
+
+
+def _iter_huge(value: Any, path: Path) -> Iterator[tuple[Path, int]]:
+    if isinstance(value, int) and abs(value) >= _TOO_LARGE:
+        yield path, value
+    elif schema.is_settings(type(value)):
+        for name in schema.fields(type(value)):
+            yield from _iter_huge(vars(value)[name], (*path, name))
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from _iter_huge(item, (*path, str(index)))
 
 
 def _real_path(details: ErrorDetails, values: Any) -> Path:
@@ -86,7 +109,8 @@ def _explain(cls: type, path: Path, group: list[ErrorDetails], root: str, values
     if kind == "dataclass_type" and isinstance(first["input"], bool | int | float | str):
         return f"{key} is {shown(first['input'])} and must be a section of keys; {_first_key(cls, path, key, first['input'])}"
     rule = " or ".join(dict.fromkeys(_rule(details) for details in group))
-    return f"{key or 'the configuration'} is {shown(first['input'])} and must {rule}; {_remedy(cls, path, key)}"
+    about = _about(cls, path) if kind == "string_pattern_mismatch" else ""
+    return f"{key or 'the configuration'} is {shown(first['input'])} and must {rule}; {_remedy(cls, path, key)}{about}"
 
 
 def _after_key(key: str, sentence: str) -> str:
@@ -128,6 +152,8 @@ def explain_unknown(cls: type, path: Path, value: str, root: str = "") -> str:
         return f"{start}: the nearest key is '{lead}{near}'; correct it or take it out"
     known = sorted({name for owner in schema.classes_at(cls, path[:-1]) for name in schema.fields(owner)})
     place = f"'{'.'.join(path[:-1])}'" if path[:-1] else "the configuration"
+    if not known:
+        return f"{start}: {place} has no keys to set; take it out"
     return f"{start}: the keys of {place} are {', '.join(known)}; take it out or use one of these"
 
 
@@ -141,7 +167,7 @@ def _rule(details: ErrorDetails) -> str:
     """What pydantic asks for, to go after 'must': 'be a number', 'be greater than 0', 'have at least 1 item'."""
     if details["type"] in _WANTED:
         return f"be {_WANTED[details['type']]}"
-    return details["msg"].partition(" should ")[2] or f"be valid ({details['msg']})"
+    return _OF_PYDANTIC.sub("", details["msg"].partition(" should ")[2]) or f"be valid ({details['msg']})"
 
 
 def _remedy(cls: type, path: Path, key: str) -> str:
@@ -149,11 +175,16 @@ def _remedy(cls: type, path: Path, key: str) -> str:
     if field is None:
         return "correct the value"
     if field.is_required():
-        about = f" ({' '.join(field.description.split()).rstrip('.')})" if field.description else ""
-        return f"set {key}{about}"
+        return f"set {key}{_about(cls, path)}"
     if field.default is PydanticUndefined or schema.is_settings(type(field.default)):
         return "correct it or leave it out"
     return f"correct it or leave it at its default, {shown(field.default)}"
+
+
+def _about(cls: type, path: Path) -> str:
+    """What the field says of itself, in parentheses."""
+    field = schema.field_at(cls, path) if path else None
+    return f" ({' '.join(field.description.split()).rstrip('.')})" if field is not None and field.description else ""
 
 
 def shown(value: Any) -> str:

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from hybridflow.config import schema
 from hybridflow.config.errors import ConfigError
-from hybridflow.config.explain import explain_all
+from hybridflow.config.explain import explain_all, explain_huge
 
 T = TypeVar("T")
 
@@ -77,9 +77,12 @@ def check_config(cls: type[T], values: Mapping[str, Any]) -> T:
     """The settings object that plain values (of YAML or JSON) describe. Raises ConfigError, one sentence a line."""
     try:
         # As JSON, because that alone lets a mapping stand for a section and a list for a tuple while numbers stay strict.
-        return TypeAdapter(cls).validate_json(json.dumps(values, default=_refuse))
+        checked: T = TypeAdapter(cls).validate_json(json.dumps(values, default=_refuse))
     except ValidationError as error:
         raise ConfigError(explain_all(error, cls, values)) from None
+    if huge := explain_huge(checked):
+        raise ConfigError(huge)
+    return checked
 
 
 def to_plain(value: Any) -> Any:

@@ -82,12 +82,13 @@ def read_rows(settings: DataSettings, use: Use) -> Rows:
     reader = _Reader(settings, use)
     for index, path in enumerate(files):
         reader.read(index, path)
-    table = _rename(_join(reader.tables), settings.rename)
+    table = _join(reader.tables)
     if not table.column_names:
         raise ConfigError(f"data.files: {', '.join(files)} hold no rows; give files with rows")
+    table = _rename(table, settings.rename)
     layout = choose_layout(settings, table.column_names, use)
     needed = tuple(vars(settings)[key] for key in _needed_keys(layout, use))
-    table = _drop_unusual(table)
+    table = _drop_unusual(table, needed)
     for key in _needed_keys(layout, use):
         _check_text(table, key, vars(settings)[key])
     table, place, num_nulls = _drop_incomplete(
@@ -251,14 +252,15 @@ def _rename(table: pa.Table, names: dict[str, str]) -> pa.Table:
     return table.rename_columns([names.get(name, name) for name in table.column_names])
 
 
-def _drop_unusual(table: pa.Table) -> pa.Table:
-    """Without what a Batch does not keep (images, times with a zone of their own), and with dictionaries and long strings as plain text."""
+def _drop_unusual(table: pa.Table, needed: tuple[str, ...]) -> pa.Table:
+    """Without what a Batch does not keep (images, times with a zone of their own) and no token is made of, and with dictionaries and long
+    strings as plain text."""
     for index, field in enumerate(table.schema):
         kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
         kind = pa.string() if pa.types.is_large_string(kind) else kind
         if kind != field.type:
             table = table.set_column(index, field.name, table.column(index).cast(kind))
-    unusual = [field.name for field in table.schema if not is_plain(field.type)]
+    unusual = [field.name for field in table.schema if field.name not in needed and not is_plain(field.type)]
     if unusual:
         _log.warning(
             "data: the columns %s are left out: a batch keeps numbers, text, and lists and structs of them",

@@ -9,6 +9,7 @@ from typing import Any
 
 from hybridflow.batch import Batch
 from hybridflow.checkpoint import export_checkpoint, newest_checkpoint, open_checkpoint
+from hybridflow.checkpoint.manifest import MANIFEST
 from hybridflow.config import ConfigError, Field, HybridflowError, settings
 from hybridflow.data import DataSettings, chat_stop_ids, read_prompts
 from hybridflow.flow import rl, sft
@@ -98,6 +99,7 @@ def run_rl(
     with (
         open_runtime(config.runtime) as runtime,
         contextlib.closing(RLJob(config, inputs, runtime)) as job,
+        _ending(job),
         _rescuing(job),
     ):
         rl.train(job)
@@ -110,10 +112,22 @@ def run_sft(config: SFTConfig, *, reward_function: Callable[..., Any] | None = N
     with (
         open_runtime(config.runtime) as runtime,
         contextlib.closing(SFTJob(config, inputs, runtime)) as job,
+        _ending(job),
         _rescuing(job),
     ):
         sft.train(job)
     return job.result()
+
+
+@contextlib.contextmanager
+def _ending(job: Job) -> Iterator[None]:
+    """Lets the job know what ended it, if anything did."""
+    try:
+        yield
+    except BaseException as error:
+        job.end(error)
+        raise
+    job.end(None)
 
 
 @contextlib.contextmanager
@@ -174,6 +188,8 @@ def run_eval(config: EvalConfig, *, reward_function: Callable[..., Any] | None =
 
 
 def _check_output(output: str | None) -> None:
+    if output is not None and Path(output).is_dir():
+        raise ConfigError(f"output: '{output}' is a directory; name a file, such as {Path(output) / 'samples.parquet'}")
     if output is not None and not Path(output).absolute().parent.is_dir():
         raise ConfigError(
             f"output: the directory of '{output}' does not exist; make it, or name a file in one that does"
@@ -201,9 +217,9 @@ def run_export(config: ExportConfig) -> str:
     source = Path(config.checkpoint)
     if not source.is_dir():
         raise ConfigError(f"checkpoint: '{source}' is no directory; give a checkpoint's directory or a run's")
-    checkpoint = (
-        newest_checkpoint(source / "checkpoints") if (source / "checkpoints").is_dir() else open_checkpoint(source)
-    )
+    is_run = (source / "checkpoints").is_dir()
+    found = is_run or (source / MANIFEST).is_file()
+    checkpoint = (newest_checkpoint(source / "checkpoints") if is_run else open_checkpoint(source)) if found else None
     if checkpoint is None:
         raise ConfigError(f"checkpoint: '{source}' holds no whole checkpoint; give a checkpoint's directory or a run's")
     export_checkpoint(checkpoint, Path(config.output), config.dtype, merge=config.merge, base=config.base)

@@ -1,9 +1,9 @@
-"""What this machine can train with: the devices, the versions, and each backend with the reason."""
+"""What this machine can train and generate with: the devices, the versions, and each backend with the reason."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from hybridflow.config import settings
 from hybridflow.train_engine import Backend, describe_devices, find_versions, get_available_backends
@@ -34,19 +34,21 @@ def examine(config: DoctorConfig) -> Diagnosis:
 
 
 def format_diagnosis(diagnosis: Diagnosis) -> str:
-    """As text: devices, versions, and a line for each backend, `liger            no   liger-kernel is not installed: ...`."""
+    """As text: devices, versions, and a line for each backend, `vllm            no   vllm is not installed; pip install vllm, or ...`."""
     width = max(map(len, (*diagnosis.backends, *diagnosis.versions)))
     lines = [*diagnosis.devices, ""]
     lines += [f"{name:<{width}}  {version}" for name, version in diagnosis.versions.items()]
     lines.append("")
     for name, backend in diagnosis.backends.items():
-        lines.append(f"{name:<{width}}  {'yes' if backend else 'no':<3}  {backend.reason}")
+        told = "; ".join(filter(None, (backend.reason, backend.remedy)))
+        lines.append(f"{name:<{width}}  {'yes' if backend else 'no':<3}  {told}")
     return "".join(f"{line}\n" for line in lines)
 
 
 def to_record(diagnosis: Diagnosis) -> dict[str, object]:
-    """The same for machines: `{"devices": [...], "versions": {...}, "backends": {"liger": {"available": false, "reason": "..."}}}`."""
-    backends = {
-        name: {"available": backend.available, "reason": backend.reason} for name, backend in diagnosis.backends.items()
-    }
+    """The same for machines.
+
+    `{"devices": [...], "versions": {...}, "backends": {"liger": {"available": false, "reason": "...", "version": null, "remedy": "..."}}}`.
+    """
+    backends = {name: asdict(backend) for name, backend in diagnosis.backends.items()}
     return {"devices": list(diagnosis.devices), "versions": dict(diagnosis.versions), "backends": backends}

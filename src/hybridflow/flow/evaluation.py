@@ -101,4 +101,5 @@ class Evaluator:
             "eval/reward_mean": mean(summary.mean, summary.num_rows),
             "eval/failed": total(summary.num_failed),
             "eval/response_length_mean": mean(summary.num_tokens / summary.num_rows, summary.num_rows),
+            **{f"eval/reward_{name}": mean(value, rows) for name, (value, rows) in summary.components.items()},
         }

@@ -9,22 +9,24 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybridflow.checkpoint import Checkpoint, CheckpointWriter, newest_checkpoint, open_checkpoint, prune
+from hybridflow.checkpoint.manifest import MANIFEST
 from hybridflow.config import ConfigError, Field, settings
 from hybridflow.config.explain import shown
 from hybridflow.flow.evaluation import EvaluationSettings, Evaluator
 from hybridflow.observability.phases import phase, phase_times, set_step
 from hybridflow.observability.progress import ProgressBar
+from hybridflow.observability.report import write_report
 from hybridflow.observability.run import RunDirectory, RunSettings
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.carried import Snapshot, write_snapshot
-from hybridflow.roles.engines import RolloutSettings, resolve_rollout
-from hybridflow.roles.policy import ModelSettings, ModelSpec, check_model
+from hybridflow.roles.engines import RolloutSettings, check_lora_sync, resolve_rollout
+from hybridflow.roles.policy import ModelSettings, ModelSpec, check_model, resolve_numbers
 from hybridflow.roles.trainers import check_training
 from hybridflow.runtime.api import Runtime, RuntimeSettings
 from hybridflow.runtime.placement import PlacementSettings, check_roles
 from hybridflow.runtime.start import runs_in_process, worker_threads
 from hybridflow.train_engine import TrainSettings
-from hybridflow.types import Metrics, MetricsRef, Numerics, Ref, Span, last, maximum
+from hybridflow.types import BatchRef, Metrics, MetricsRef, Numerics, Ref, Span, last, maximum
 
 
 @settings
@@ -67,6 +69,7 @@ class Job:
     """One run. The loop iterates `steps()` and tells `after_step` what came of each.
 
     shown:    metrics that the progress bar shows.
+    engine:   which one generates, and why; None where nothing is generated.
     starting: told before the first step, while workers start; None where there is nothing to wait for.
     """
 
@@ -86,6 +89,7 @@ class Job:
         data: DataSource,
         sources: dict[str, str],
         shown: tuple[str, ...],
+        engine: str | None,
         starting: str | None,
     ) -> None:
         self.run, self.runtime, self.actor = run, runtime, actor
@@ -93,18 +97,22 @@ class Job:
         self._checkpoint, self._evaluation, self._evaluator, self._data = checkpoint, evaluation, evaluator, data
         self._resume_from, self._config_yaml, self._sources = resume_from, config_yaml, sources
         self._last_evaluation: float | None = None
-        self._starting = starting
+        self._starting, self._engine = starting, engine
         self._progress = ProgressBar(run.path.name, num_steps, shown, enabled=run.settings.progress)
         self._safe: list[_SafePoint] = []
         self._told_skipped = False
+        self._done_steps = 0
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do, from 1. Ends early when an evaluation reaches its goal or the data ends."""
         self.run.hold()
+        if self._engine is not None:
+            self._progress.tell(f"rollout engine {self._engine}")
         if self._starting is not None:
             self._progress.tell(self._starting)
         done_steps = self._resume()
-        self.run.open(self._config_yaml, resume_step=done_steps, sources=self._sources)
+        self._done_steps = done_steps
+        self.run.open(self._config_yaml, resume_step=done_steps, sources=self._sources, engine=self._engine)
         if done_steps:
             left = self.num_steps - done_steps
             todo = "nothing is left to do" if left <= 0 or self._ended() else _describe_left(left)
@@ -135,6 +143,7 @@ class Job:
         self.run.log_phases(spans)
         self.run.log_recoveries(self.runtime.recoveries())
         self.run.log_metrics(step, values)
+        self._done_steps = step
         self._note_safe_point(step)
         if is_last or self._ended() or _due(step, self._checkpoint.every_steps):
             self.save(step)
@@ -183,6 +192,23 @@ class Job:
         """Where the run is and its last metrics."""
         return {"run": str(self.run.path), "model": str(self.run.model), **self.run.last_values()}
 
+    def end(self, error: BaseException | None) -> None:
+        """Writes down what ended the run, None where it did what it was to do, and its report. Nothing where it never began to write."""
+        if not self.run.is_open:
+            return
+        told = (
+            None
+            if error is None
+            else str(error) or ("interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
+        )
+        self.run.log_end(self._done_steps, told)
+        if not self.run.settings.report:
+            return
+        try:
+            write_report(self.run.path)
+        except Exception as problem:  # noqa: BLE001 (a run does not fail by its report, nor hide what it failed by)
+            self._progress.tell(f"{self.run.path}: no report was written ({type(problem).__name__}: {problem})")
+
     def close(self) -> None:
         """Ends what the run holds open; the workers end with the runtime."""
         self.run.close()
@@ -190,9 +216,13 @@ class Job:
     def _evaluate(self, step: int, is_last: bool) -> Metrics:
         if self._evaluator is None or not (is_last or _due(step, self._evaluation.every_steps)):
             return {}
-        _, metrics = self._evaluator.run(step)
+        scored, metrics = self._evaluator.run(step)
         self._last_evaluation = metrics["eval/reward_mean"].value
+        self.after_evaluation(step, scored, is_last=is_last or self._ended())
         return metrics
+
+    def after_evaluation(self, step: int, scored: BatchRef, *, is_last: bool) -> None:
+        """Told the samples of each evaluation, with their rewards."""
 
     def _tell_skipped(self, step: int, values: Metrics) -> None:
         """Says once that there was nothing to learn from, which no curve shows."""
@@ -252,6 +282,10 @@ def find_run(
             f"run.name: '{run.path}' holds checkpoints and resume_mode is '{mode}'; give run.name another value, "
             "or set resume_mode=auto to go on with it"
         )
+    if path is not None and not (Path(path) / MANIFEST).is_file():
+        raise ConfigError(
+            f"checkpoint.resume_path: '{path}' holds no {MANIFEST}; give the directory of a checkpoint, <run>/checkpoints/step_<number>"
+        )
     found = (
         open_checkpoint(Path(path))
         if path is not None
@@ -283,10 +317,23 @@ def check_placed_models(
     for role, model in models.items():
         key = "reference" if role == "reference" else "model"
         check_model(model, numerics, key, placement.kind(role), placement.dtype(role))
+    if numerics == "exact" and placement.separates("rollout") and "actor" in models:
+        _check_alike(placement, models)
     if not placement.separates("rollout") and placement.dtype("rollout") not in (None, placement.dtype("actor")):
         raise ConfigError(
             f"runtime.placement: 'rollout' asks for {placement.dtype('rollout')} on the actor's own devices, where it generates with the "
             "actor's weights; leave its dtype out, or give it devices of its own"
+        )
+
+
+def _check_alike(placement: PlacementSettings, models: dict[str, ModelSettings]) -> None:
+    actor, rollout = (
+        resolve_numbers(models[role], placement.kind(role), placement.dtype(role)) for role in ("actor", "rollout")
+    )
+    if actor != rollout:
+        raise ConfigError(
+            f"numerics: 'exact' asks for generators whose numbers are the trainers', but 'rollout' is in {rollout[1]} on {rollout[0]} and "
+            f"'actor' in {actor[1]} on {actor[0]}; place them alike, or set numerics=fast"
         )
 
 
@@ -297,34 +344,51 @@ def check_trainers(model: ModelSettings, train: TrainSettings, runtime: RuntimeS
         return
     placement = runtime.placement
     check_training(model, train, numerics, placement.num_workers("actor"), placement.kind("actor"))
-    if numerics == "exact" and train.lora is not None and placement.separates("rollout"):
-        raise ConfigError(
-            "numerics: 'exact' does not hold where 'rollout' has devices of its own and train.lora is set: generators get the adapter "
-            "merged in, which rounds otherwise than the trainers' adapter beside its base; take 'rollout' out of the placement, or set "
-            "numerics=fast"
-        )
 
 
 def resolve_engine(
-    model: ModelSettings, rollout: RolloutSettings, runtime: RuntimeSettings, numerics: Numerics, role: str = "actor"
+    model: ModelSettings,
+    rollout: RolloutSettings,
+    runtime: RuntimeSettings,
+    numerics: Numerics,
+    role: str = "actor",
+    train: TrainSettings | None = None,
+    assume_installed: bool = False,
 ) -> tuple[RolloutSettings, str]:
     """The rollout's settings with the engine that generates, and which and why. Raises ConfigError for one that cannot be had.
 
-    role: that has the model, and generates unless the placement gives `rollout` devices of its own.
+    role:             that has the model, and generates unless the placement gives `rollout` devices of its own.
+    train:            how the model is trained, if it is.
+    assume_installed: an engine that the settings name counts as installed, as a plan for other machines wants it.
     """
+    lora = train.lora if train else None
+    check_lora_sync(rollout, lora)
     if runs_in_process(runtime):
-        resolved, choice = resolve_rollout(model, rollout, numerics, 1, None)
+        resolved, choice = resolve_rollout(model, rollout, numerics, 1, None, assume_installed=assume_installed)
         return resolved, str(choice)
     placement = runtime.placement
     generating = "rollout" if placement.separates("rollout") else role
+    if numerics == "exact" and lora is not None and rollout.lora == "merged" and placement.separates("rollout"):
+        raise ConfigError(
+            "numerics: 'exact' does not hold where 'rollout' has devices of its own and gets the adapter of train.lora merged in, which "
+            "rounds otherwise than the trainers' adapter beside its base; set rollout.lora=adapter, take 'rollout' out of the placement, "
+            "or set numerics=fast"
+        )
     resolved, choice = resolve_rollout(
-        model, rollout, numerics, placement.num_workers(generating), placement.kind(generating)
+        model,
+        rollout,
+        numerics,
+        placement.num_workers(generating),
+        placement.kind(generating),
+        assume_installed=assume_installed,
     )
     return resolved, str(choice)
 
 
 def describe_start(runtime: RuntimeSettings) -> str | None:
-    """`starting 2 trainers`; None where all roles run in this process."""
+    """`starting 2 trainers`; None where all roles run in this process, as a placement alone does not change."""
+    if runtime.kind == "local" and (runtime.placement.device_map or runtime.placement.mesh):
+        return "runtime.placement is left aside: runtime.kind is local, which runs all roles in this process; set runtime.kind=ray for it"
     if runs_in_process(runtime):
         return None
     count = runtime.placement.num_workers("actor")

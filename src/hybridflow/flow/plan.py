@@ -29,6 +29,7 @@ from hybridflow.observability.graph import (
 )
 from hybridflow.observability.phases import set_step
 from hybridflow.rewards import RewardSettings
+from hybridflow.roles.engines import RolloutSettings
 from hybridflow.roles.policy import ModelSettings, resolve_device
 from hybridflow.roles.trainers import check_training, describe_layout, describe_memory
 from hybridflow.runtime.api import RuntimeSettings
@@ -43,7 +44,7 @@ from hybridflow.runtime.placement import (
 )
 from hybridflow.runtime.recording import RecordedCall, RecordedGroup, RecordingRuntime, find_nodes
 from hybridflow.runtime.start import runs_in_process
-from hybridflow.train_engine import TrainSettings
+from hybridflow.train_engine import TrainSettings, get_available_backends
 from hybridflow.types import BatchRef, MetricsRef, Numerics
 
 MAX_NODES_SHOWN = 8
@@ -57,14 +58,14 @@ class Plan:
     facts: what is known of it beforehand, by name, `{"a step": "64 prompts × 8 samples = 512 rows, trained in 2 updates"}`.
     nodes: what it would run on.
     graph: the calls of a step; its lanes are the roles and where they live.
-    assumed: what of it is not here, `not here: the cluster has 0 GPUs; these devices were assumed`; empty where all is.
+    assumed: what of it is not here, a line each, `not here: the cluster has 0 GPUs; these devices were assumed`; empty where all is.
     """
 
     command: str
     facts: Mapping[str, str]
     nodes: str
     graph: Graph
-    assumed: str = ""
+    assumed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class _Site:
 
     inventory: Inventory = ()
     placement: Placement | None = None
-    assumed: str = ""
+    assumed: tuple[str, ...] = ()
 
     def runtime(self) -> RecordingRuntime:
         """A recording runtime with as many workers of each role."""
@@ -114,10 +115,10 @@ def _iter_two_steps(data: DataSource, num_steps: int) -> Iterator[int]:
 
 
 def plan_rl(config: RLConfig) -> Plan:
-    """The plan of a run of reinforcement learning. Raises ConfigError for what is wrong, as the run would, but assumes devices that
-    are not here."""
-    inputs = read_rl_inputs(config)
-    site = _find_site(config.runtime)
+    """The plan of a run of reinforcement learning. Raises ConfigError for what is wrong, as the run would, but assumes devices and a
+    rollout engine that are not here."""
+    inputs = read_rl_inputs(config, assume_installed=True)
+    site = _find_site(config.runtime, inputs.rollout)
     runtime = site.runtime()
     _record(lambda: rl.train(_PlannedRL(config, inputs, runtime)))
     samples = config.sampling.samples_per_prompt
@@ -135,16 +136,17 @@ def plan_rl(config: RLConfig) -> Plan:
 
 
 def plan_sft(config: SFTConfig) -> Plan:
-    """The plan of a run of supervised fine-tuning. Raises ConfigError for what is wrong, as the run would, but assumes devices that
-    are not here."""
-    inputs = read_sft_inputs(config)
-    site = _find_site(config.runtime)
+    """The plan of a run of supervised fine-tuning. Raises ConfigError for what is wrong, as the run would, but assumes devices and a
+    rollout engine that are not here."""
+    inputs = read_sft_inputs(config, assume_installed=True)
+    site = _find_site(config.runtime, inputs.rollout)
     runtime = site.runtime()
     _record(lambda: sft.train(_PlannedSFT(config, inputs, runtime)))
     facts = {
         "run": str(inputs.run.path),
         "steps": _describe_steps(config.steps, config.evaluation),
         "a step": f"{_count(config.rows_per_step, 'row')}, 1 update",
+        **({} if inputs.held_out is None else {"engine": inputs.engine}),
         "evaluation": _describe_evaluation(config.evaluation, inputs.held_out),
         "checkpoints": _describe_checkpoints(config.checkpoint),
         **_describe_trainers(config.model, config.train, config.runtime, config.numerics, site),
@@ -158,14 +160,24 @@ def _record(page: Callable[[], None]) -> None:
     contextvars.copy_context().run(page)
 
 
-def _find_site(settings: RuntimeSettings) -> _Site:
+def _find_site(settings: RuntimeSettings, rollout: RolloutSettings) -> _Site:
+    assumed = _find_absent(rollout)
     if runs_in_process(settings):
-        return _Site()
-    inventory, assumed = find_nodes(settings), ""
+        return _Site(assumed=assumed)
+    inventory = find_nodes(settings)
     if missing := find_shortage(settings.placement, inventory):
-        assumed = f"not here: the cluster has {describe_total(missing, inventory)}; these devices were assumed"
-        inventory = assume_nodes(settings.placement)
+        told = f"not here: the cluster has {describe_total(missing, inventory)}; these devices were assumed"
+        assumed, inventory = (told, *assumed), assume_nodes(settings.placement)
     return _Site(inventory, plan_placement(settings.placement, inventory, settings.placement.roles()), assumed)
+
+
+def _find_absent(rollout: RolloutSettings) -> tuple[str, ...]:
+    """What to tell of an engine that is not on this machine."""
+    if not rollout.keeps_weights or rollout.is_remote:
+        return ()
+    backend = get_available_backends()[rollout.engine]
+    told = f"not here: rollout.engine={rollout.engine} was assumed, but {backend.reason}, and a run is refused until it is there; "
+    return () if backend else (f"{told}{backend.remedy}",)
 
 
 def _build_plan(
@@ -282,7 +294,7 @@ def format_plan(plan: Plan, *, graph: bool) -> str:
     roles = _format_table([[lane.role, lane.details[0], ", ".join(lane.details[1:])] for lane in plan.graph.lanes])
     parts = [f"{plan.command}\n{facts}", f"placement: {plan.nodes}\n{roles}"]
     parts += [f"calls of a step\n\n{format_text(plan.graph)}"] if graph else []
-    parts += [f"{plan.assumed}\n"] if plan.assumed else []
+    parts += ["".join(f"{line}\n" for line in plan.assumed)] if plan.assumed else []
     return "\n".join(parts)
 
 

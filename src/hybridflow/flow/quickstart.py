@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config import Field, load_config, settings
+from hybridflow.config import ConfigError, Field, load_config, settings
 from hybridflow.data import DataSettings, build_character_tokenizer
 from hybridflow.flow.commands import EvalConfig, run_eval, run_rl, run_sft
 from hybridflow.flow.evaluation import HeldOutSettings
@@ -36,11 +36,11 @@ class QuickstartConfig:
     directory: str = "runs"
     """Root of all runs."""
     name: str | None = Field(default=None, pattern=r"^\w[\w.-]*$")
-    """Name of the run; null names it by date and time. A name that is there already is gone on with."""
+    """Name of the run, of letters, digits, `_`, `-` and `.`; null names it by date and time. A name that is there is gone on with."""
     numerics: Numerics = "fast"
     """See `hybridflow rl`; `exact` runs on the CPU."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    """`auto` takes the GPU where there is one."""
+    """`auto` takes the GPU where there is one; else cpu, cuda or cuda:1, cuda:2 and so on."""
     sft_steps: int = Field(default=2000, ge=1)
     """Most steps of supervised training; it ends when some sums come out right."""
     rl_steps: int = Field(default=800, ge=1)
@@ -92,7 +92,12 @@ def write_sums(directory: Path, seed: int) -> dict[str, str]:
     random.Random(seed).shuffle(sums)
     parts = {"valid": sums[: HELD_OUT["valid"]], "test": sums[HELD_OUT["valid"] : sum(HELD_OUT.values())]}
     parts["train"] = sums[sum(HELD_OUT.values()) :]
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"directory: '{directory}' cannot be made ({error.strerror}); name a directory that can be written"
+        ) from None
     build_character_tokenizer(CHARACTERS).save_pretrained(directory / "tokenizer")
     files = {part: directory / f"{part}.jsonl" for part in parts}
     for part, file in files.items():

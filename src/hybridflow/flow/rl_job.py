@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridflow.algorithms import GRPO, GRPOSettings
+from hybridflow.algorithms import PolicyGradient, PolicyGradientSettings
 from hybridflow.batch import Batch
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.config import ConfigError, Field, settings, to_yaml
@@ -26,9 +26,10 @@ from hybridflow.flow.job import (
     resolve_engine,
     train_over,
 )
-from hybridflow.observability.phases import phase
+from hybridflow.flow.kept_samples import KeptSamples
+from hybridflow.observability.phases import current_mark, phase
 from hybridflow.observability.run import RunDirectory, RunSettings
-from hybridflow.rewards import RewardSettings, check_reward, source_hash
+from hybridflow.rewards import RewardSettings, check_reward, list_reward_sources, source_hash
 from hybridflow.roles.actor import Actor, ActorSpec
 from hybridflow.roles.engines import RolloutSettings
 from hybridflow.roles.policy import ModelSettings, ModelSpec, read_tokenizer
@@ -58,15 +59,15 @@ class RLConfig:
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Keys new weights, the order of prompts and every draw."""
     numerics: Numerics = "fast"
-    """`exact` makes each row's numbers independent of all around it (CPU, float32); `fast` states tolerances."""
+    """`exact` makes each row's numbers independent of all around it; `fast` states tolerances."""
     sampling: SamplingParams = Field(default_factory=lambda: SamplingParams(samples_per_prompt=8))
     """How training samples are drawn. The loss uses the same temperature."""
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     """Who generates."""
     reward: RewardSettings = Field(default_factory=RewardSettings)
     """What is rewarded."""
-    algorithm: GRPOSettings = Field(default_factory=GRPOSettings)
-    """Advantages, clipping, KL."""
+    algorithm: PolicyGradientSettings = Field(default_factory=PolicyGradientSettings)
+    """Advantages, clipping, KL; `algorithm=rloo` on the command line takes those of a paper, see docs/algorithms.md."""
     reference: ModelSettings | None = None
     """The policy that KL is measured to; null takes `model`, as it was at the start; with `train.lora` the actor without its adapter."""
     train: TrainSettings = Field(default_factory=TrainSettings)
@@ -90,7 +91,7 @@ class RLInputs:
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptPool
     held_out: Batch | None
-    algorithm: GRPO
+    algorithm: PolicyGradient
     sampling: SamplingParams
     rollout: RolloutSettings
     engine: str
@@ -104,37 +105,44 @@ def read_rl_inputs(
     *,
     reward_function: Callable[..., Any] | None = None,
     advantage_function: Callable[..., Any] | None = None,
+    assume_installed: bool = False,
 ) -> RLInputs:
-    """Reads and checks all that can be before a worker starts. Raises ConfigError for what is wrong."""
-    _check_settings(config)
-    rollout, engine = resolve_engine(config.model, config.rollout, config.runtime, config.numerics)
+    """Reads and checks all that can be before a worker starts. Raises ConfigError for what is wrong.
+
+    assume_installed: see `resolve_engine`.
+    """
+    _check_settings(config, has_advantages=advantage_function is not None)
+    rollout, engine = resolve_engine(
+        config.model,
+        config.rollout,
+        config.runtime,
+        config.numerics,
+        train=config.train,
+        assume_installed=assume_installed,
+    )
     run, resume_from = find_run(config.run, "rl", config.checkpoint)
     tokenizer = read_tokenizer(config.model)
     prompts = PromptPool(config.data, tokenizer, seed=config.seed)
     reward_columns = check_reward(config.reward, reward_function, prompts.column_names)
-    functions = {
-        "reward": reward_function or config.reward.function,
-        "advantages": advantage_function or config.algorithm.advantage_function,
-    }
+    sources = list_reward_sources(config.reward, reward_function)
+    advantages = advantage_function or config.algorithm.advantage_function
     return RLInputs(
         run=run,
         resume_from=resume_from,
         tokenizer=tokenizer,
         prompts=prompts,
         held_out=read_held_out(config.evaluation, tokenizer, config.reward, reward_function),
-        algorithm=GRPO(
-            config.algorithm, temperature=config.sampling.temperature, advantage_function=advantage_function
-        ),
+        algorithm=PolicyGradient(config.algorithm, config.sampling, advantage_function),
         sampling=config.sampling.keyed_by(config.seed).also_stopping_on(chat_stop_ids(tokenizer, config.data)),
         rollout=rollout,
         engine=engine,
         reward_function=reward_function,
         reward_columns=reward_columns,
-        sources={name: source_hash(function) for name, function in functions.items() if function is not None},
+        sources=sources if advantages is None else sources | {"advantages": source_hash(advantages)},
     )
 
 
-def _check_settings(config: RLConfig) -> None:
+def _check_settings(config: RLConfig, *, has_advantages: bool) -> None:
     models = {"actor": config.model, "rollout": config.model}
     if config.algorithm.reads_reference and not _adapter_gives_reference(config):
         models["reference"] = config.reference or config.model
@@ -150,10 +158,10 @@ def _check_settings(config: RLConfig) -> None:
         raise ConfigError(
             "sampling.temperature: 0 draws the same sample for a whole group, and nothing is learned; set it above 0, e.g. 1.0"
         )
-    if config.sampling.samples_per_prompt == 1 and config.algorithm.advantage_function is None:
+    if config.sampling.samples_per_prompt == 1 and config.algorithm.needs_siblings and not has_advantages:
         raise ConfigError(
             "sampling.samples_per_prompt: 1 leaves a group without siblings to compare with, and nothing is learned; "
-            "set it to 2 or more, e.g. 8"
+            "set it to 2 or more, e.g. 8, or compare over the batch (algorithm=reinforce_plus_plus)"
         )
     if config.updates_per_step > config.prompts_per_step:
         raise ConfigError(
@@ -183,6 +191,14 @@ class RLJob(Job):
         )
         reward = RewardModel(runtime, config.reward, inputs.reward_function, inputs.reward_columns)
         self._reward = reward
+        self._kept = KeptSamples(
+            inputs.run,
+            runtime,
+            reward,
+            inputs.tokenizer,
+            num_steps=config.steps,
+            samples_per_prompt=config.sampling.samples_per_prompt,
+        )
         self.scorers = self._build_scorers(actor, reward, runtime, model)
         super().__init__(
             kind="rl",
@@ -200,6 +216,7 @@ class RLJob(Job):
             data=inputs.prompts,
             sources=inputs.sources,
             shown=SHOWN,
+            engine=inputs.engine,
             starting=describe_start(config.runtime),
         )
 
@@ -211,14 +228,22 @@ class RLJob(Job):
             path.parent.mkdir(exist_ok=True)
             with phase("write"):
                 self.runtime.get(self._reward.write(scored, path.absolute()))
+        self._kept.write(step)
         self.close_step(step, metrics)
 
     def _build_scorers(
         self, actor: Actor, reward: RewardModel, runtime: Runtime, model: ModelSpec
     ) -> dict[str, Callable[[BatchRef], BatchRef]]:
         """The verbs that add columns to a rollout: always the reward; more where the algorithm reads more."""
-        scorers: dict[str, Callable[[BatchRef], BatchRef]] = {"reward": reward.score}
-        columns = self.algorithm.loss.columns
+
+        def score(batch: BatchRef) -> BatchRef:
+            rewards = reward.score(batch)
+            # Here, because the trainer still is what the samples were drawn from.
+            self._kept.take(current_mark().step, batch | rewards, actor)
+            return rewards
+
+        scorers: dict[str, Callable[[BatchRef], BatchRef]] = {"reward": score}
+        columns = self.algorithm.columns
         if "ref_logprobs" in columns and _adapter_gives_reference(self.config):
             scorers["reference"] = actor.reference_log_prob
         elif "ref_logprobs" in columns:

@@ -25,15 +25,16 @@ from hybridflow.flow.job import (
     resolve_engine,
     train_over,
 )
+from hybridflow.flow.kept_samples import KeptSamples
 from hybridflow.observability.run import RunDirectory, RunSettings
-from hybridflow.rewards import RewardSettings, source_hash
+from hybridflow.rewards import RewardSettings, list_reward_sources
 from hybridflow.roles.actor import Actor, ActorSpec
 from hybridflow.roles.engines import RolloutSettings
 from hybridflow.roles.policy import ModelSettings, read_tokenizer
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import Runtime, RuntimeSettings
 from hybridflow.train_engine import TrainSettings
-from hybridflow.types import Numerics, Objective, SamplingParams
+from hybridflow.types import BatchRef, Numerics, Objective, SamplingParams
 
 SHOWN = ("sft/loss", "eval/reward_mean", "train/lr", "time/step_s")
 
@@ -53,7 +54,7 @@ class SFTConfig:
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Keys new weights and the order of rows."""
     numerics: Numerics = "fast"
-    """`exact` makes each row's numbers independent of all around it (CPU, float32); `fast` states tolerances."""
+    """`exact` makes each row's numbers independent of all around it; `fast` states tolerances."""
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     """Who generates for evaluations."""
     reward: RewardSettings | None = None
@@ -85,15 +86,26 @@ class SFTInputs:
     sources: dict[str, str]
 
 
-def read_sft_inputs(config: SFTConfig, *, reward_function: Callable[..., Any] | None = None) -> SFTInputs:
-    """Reads and checks all that can be before a worker starts. Raises ConfigError for what is wrong."""
+def read_sft_inputs(
+    config: SFTConfig, *, reward_function: Callable[..., Any] | None = None, assume_installed: bool = False
+) -> SFTInputs:
+    """Reads and checks all that can be before a worker starts. Raises ConfigError for what is wrong.
+
+    assume_installed: see `resolve_engine`.
+    """
     models = {"actor": config.model, "rollout": config.model}
     check_placed_models(config.runtime.placement, (*models, "reward"), models, config.numerics)
     check_trainers(config.model, config.train, config.runtime, config.numerics)
-    rollout, engine = resolve_engine(config.model, config.rollout, config.runtime, config.numerics)
+    rollout, engine = resolve_engine(
+        config.model,
+        config.rollout,
+        config.runtime,
+        config.numerics,
+        train=config.train,
+        assume_installed=assume_installed,
+    )
     run, resume_from = find_run(config.run, "sft", config.checkpoint)
     tokenizer = read_tokenizer(config.model)
-    function = reward_function or (config.reward and config.reward.function)
     return SFTInputs(
         run=run,
         resume_from=resume_from,
@@ -103,7 +115,7 @@ def read_sft_inputs(config: SFTConfig, *, reward_function: Callable[..., Any] | 
         rollout=rollout,
         engine=engine,
         reward_function=reward_function,
-        sources={"reward": source_hash(function)} if function else {},
+        sources=list_reward_sources(config.reward, reward_function),
     )
 
 
@@ -120,10 +132,18 @@ class SFTJob(Job):
             separate_rollout=config.runtime.placement.separates("rollout"),
             snapshot_every_steps=config.runtime.recovery.snapshot_every_steps,
         )
-        evaluator = None
+        evaluator, self._kept = None, None
         if inputs.held_out is not None:
             reward = RewardModel(runtime, config.reward or RewardSettings(), inputs.reward_function)
             evaluator = Evaluator(config.evaluation, inputs.held_out, inputs.tokenizer, actor, reward, runtime)
+            self._kept = KeptSamples(
+                inputs.run,
+                runtime,
+                reward,
+                inputs.tokenizer,
+                num_steps=config.steps,
+                samples_per_prompt=config.evaluation.sampling.samples_per_prompt,
+            )
         super().__init__(
             kind="sft",
             run=inputs.run,
@@ -138,9 +158,16 @@ class SFTJob(Job):
             data=inputs.rows,
             sources=inputs.sources,
             shown=SHOWN,
+            engine=None if inputs.held_out is None else inputs.engine,
             starting=describe_start(config.runtime),
         )
 
     def loss(self, rows: Batch) -> Objective:
         """Mean negative log-likelihood of the counted tokens."""
         return Objective(rows, (), keep_all, SFTLoss())
+
+    def after_evaluation(self, step: int, scored: BatchRef, *, is_last: bool) -> None:
+        """Keeps some of the evaluation's samples, which are the only ones of such a run."""
+        if self._kept is not None:
+            self._kept.take(step, scored, is_last=is_last)
+            self._kept.write(step)

@@ -2,10 +2,13 @@
 
 runs/<project>/<name>/
     config.yaml        the resolved configuration
-    environment.json   versions, git commit, hardware
+    environment.json   versions, git commit, hardware, the rollout engine and why
     metrics.jsonl      one line a step; `time/`, `memory/`, `speed/`, `controller/` and `recovery/` differ, all else repeats
     phases.jsonl       one line a phase of each step, from the workers' spans
     recovery.jsonl     one line a worker that died: who, doing what, and when its work was done again
+    history.jsonl      one line a start of the run and one an end: when, at which step, what ended it
+    samples/           what the report shows of some steps' samples, see samples.py
+    report.html        all of this as a page, see report/
     rollouts/          one Parquet file a step
     tensorboard/       event files
     checkpoints/       see checkpoint/
@@ -22,6 +25,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib import metadata
@@ -30,9 +34,10 @@ from typing import Any
 
 from hybridflow.config import ConfigError, Field, settings
 from hybridflow.observability.phases import phase_times
+from hybridflow.observability.samples import remove_after
 from hybridflow.types import Metric, Recovery, Span
 
-RECORDED_PACKAGES = ("hybridflow", "torch", "transformers", "pyarrow", "safetensors", "numpy", "ray", "vllm")
+RECORDED_PACKAGES = ("hybridflow", "torch", "transformers", "pyarrow", "safetensors", "numpy", "ray", "vllm", "sglang")
 
 
 @settings
@@ -42,13 +47,15 @@ class RunSettings:
     directory: str = "runs"
     """Root of all runs."""
     project: str = Field(default="default", pattern=r"^\w[\w.-]*$")
-    """Directory of related runs under the root."""
+    """Directory of related runs under the root; of letters, digits, `_`, `-` and `.`."""
     name: str | None = Field(default=None, pattern=r"^\w[\w.-]*$")
-    """Directory of this run; give one to be able to resume. null names it by date and time."""
+    """Directory of this run, named as `project` is; give one to be able to resume. null names it by date and time."""
     tensorboard: bool = True
     """Writes TensorBoard event files."""
     save_rollouts_every: int = Field(default=1, ge=0)
     """Steps between rollout files; 0 writes none."""
+    report: bool = True
+    """Writes `report.html` at the end, and keeps for it 16 samples of each of about 48 steps, which the trainer scores once more."""
     progress: bool = True
     """Shows a live progress bar on a terminal, and a line every few seconds elsewhere."""
 
@@ -62,21 +69,26 @@ class RunDirectory:
         self.path = Path(settings.directory) / settings.project / name
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
+        self.samples = self.path / "samples"
+        self.is_open = False
         self._checkpoints_seen = self._list_checkpoints()
         self._writer: Any = None
         self._lock: int | None = None
 
-    def open(self, config_yaml: str, *, resume_step: int, sources: Mapping[str, str]) -> None:
+    def open(self, config_yaml: str, *, resume_step: int, sources: Mapping[str, str], engine: str | None) -> None:
         """Creates the directory, or goes on in one: lines of steps after `resume_step` are cut off, they come again.
 
         sources: what identifies the user's own code, `{"reward": "sha256 of its source"}`.
+        engine:  which one generates, and why; None where nothing is generated.
         """
         (self.path / "config.yaml").write_text(config_yaml)
-        (self.path / "environment.json").write_text(
-            json.dumps({**describe_environment(), "sources": dict(sources)}, indent=1) + "\n"
-        )
+        environment = {**describe_environment(), "rollout_engine": engine, "sources": dict(sources)}
+        (self.path / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
         for name in ("metrics.jsonl", "phases.jsonl"):
             _cut_after(self.path / name, resume_step)
+        remove_after(self.samples, resume_step)
+        self._append("history.jsonl", {"event": "start", "at_s": time.time(), "step": resume_step})
+        self.is_open = True
         if self.settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # imports slowly, and only here
 
@@ -138,6 +150,10 @@ class RunDirectory:
         """Appends one line for each death that was made good."""
         for recovery in recoveries:
             self._append("recovery.jsonl", asdict(recovery))
+
+    def log_end(self, step: int, error: str | None) -> None:
+        """Appends how this start of the run ended, after how many steps; error: None where it did all that it was to do."""
+        self._append("history.jsonl", {"event": "end", "at_s": time.time(), "step": step, "error": error})
 
     def rollout_path(self, step: int) -> Path | None:
         """Where this step's samples are to be written; None where the settings do not ask for them."""

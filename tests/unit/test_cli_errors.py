@@ -1,0 +1,189 @@
+"""Wrong command lines: each is told in one sentence with the key, before a worker starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hybridflow.cli.main import main
+from hybridflow.data import build_character_tokenizer
+from hybridflow.flow import commands
+
+NEW = ["model.path=null", "model.tokenizer=tiny"]
+RL = ["rl", "model.path=tiny", "data.files=[few.jsonl]", "reward.function=rewards.py:good", "run.progress=false"]
+SFT = ["sft", "model.path=tiny", "data.files=[few.jsonl]", "data.response_column=answer", "run.progress=false"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tiny model, rows and rewards, and broken copies of them."""
+    root = tmp_path_factory.mktemp("place")
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    LlamaForCausalLM(LlamaConfig(vocab_size=20, max_position_embeddings=64, **shape)).save_pretrained(root / "tiny")
+    build_character_tokenizer("0123456789+=").save_pretrained(root / "tiny")
+    for name, file, content in (
+        ("cut", "model.safetensors", (root / "tiny/model.safetensors").read_bytes()[:-100]),
+        ("pointer", "model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+        ("torn", "config.json", b'{"model_type": "llama", "hid'),
+        ("foreign", "config.json", b'{"model_type": "gpt2"}'),
+        ("speechless", "tokenizer.json", None),
+    ):
+        shutil.copytree(root / "tiny", root / name)
+        (root / name / file).unlink() if content is None else (root / name / file).write_bytes(content)
+    (root / "hollow").mkdir()
+    (root / "file").write_text("x")
+    (root / "few.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": "1"}) + "\n" for i in range(8)))
+    (root / "empty.jsonl").write_text("")
+    (root / "rewards.py").write_text("X = 3\ndef good(response): return 1.0\ndef asks(response, gold): return 1.0\n")
+    (root / "torn.py").write_text("def good(:\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rl"], "data.files is required and not set (the YAML says ???); set data.files=VALUE"),
+        ([*RL, "model.path=nowhere"], "model.path: 'nowhere' does not exist; give a Hugging Face model directory"),
+        ([*RL, "model.path=hollow"], "model.path: 'hollow' holds no config.json and no finished run; give"),
+        ([*RL, "model.path=file"], "model.path: 'file' holds no config.json and no finished run; give"),
+        ([*RL, "model.path=cut"], "model.path: 'cut/model.safetensors' is no whole safetensors file ("),
+        ([*SFT, "model.path=pointer"], "model.path: 'pointer/model.safetensors' is no whole safetensors file ("),
+        ([*RL, "model.path=torn"], "model.path: config.json in 'torn' cannot be read ("),
+        ([*SFT, "model.path=foreign"], "model.path: model family 'gpt2' is not supported; hybridflow serves Llama"),
+        (
+            [*RL, "algorithm.kl_coefficient=0.1", "+reference.path=cut"],
+            "reference.path: 'cut/model.safetensors' is no whole safetensors file (",
+        ),
+        (
+            [*RL, *NEW, "+model.config={model_type: llama, hiden_size: 8}"],
+            "model.config: the model config's 'hiden_size' is none of a llama's values; the nearest is 'hidden_size'",
+        ),
+        (
+            [*RL, *NEW, "+model.config={model_type: llama, hidden_size: x}"],
+            "model.config: the model config cannot be used (Validation error for field 'hidden_size'",
+        ),
+        (
+            [*RL, *NEW, "+model.config={model_type: llama, hidden_size: 30, num_attention_heads: 4}"],
+            "model.config: the model config cannot be used (Class validation error",
+        ),
+        (
+            [*RL, *NEW, "+model.config={model_type: llama, hidden_size: 32, num_attention_heads: 4, vocab_size: 3}"],
+            "model.config: vocab_size is 3, and the tokenizer has 16 tokens; leave it out",
+        ),
+        ([*RL, *NEW, "+model.config={hidden_size: 8}"], "model.config: the model config has no model_type"),
+        ([*RL, "model.device=cuda:77"], "model.device: 'cuda:77' is not here, there are "),
+        ([*RL, "model.device=gpu"], "model.device is 'gpu' and must match pattern "),
+        ([*RL, "data.files=[]"], "data.files is [] and must have at least 1 item; set data.files ("),
+        ([*RL, "data.files=[nowhere.jsonl]"], "data.files: 'nowhere.jsonl' names no file (seen from "),
+        ([*RL, "data.files=[empty.jsonl]"], "data.files: empty.jsonl hold no rows; give files with rows"),
+        ([*RL, "data.files=[hollow]"], "data.files: 'hollow' names no file (seen from "),
+        (
+            [*RL, "data.prompt_column=question"],
+            "data.prompt_column: there is no column 'question'; set it to one of prompt, answer",
+        ),
+        ([*SFT, "data.response_column=gold"], "data.response_column: there is no column 'gold'; set it to one of prompt, answer"),
+        ([*RL, "data.format=chat"], "data.format: chats need a chat template and the tokenizer has none; use"),
+        ([*RL, "reward.function=rewards.py"], "reward.function: 'rewards.py' names no function; write pkg.mod:fn"),
+        ([*RL, "reward.function=rewards.py:nosuch"], "reward.function: it cannot be loaded: AttributeError: "),
+        ([*RL, "reward.function=rewards.py:X"], "reward.function: it is int, not a function; correct '"),
+        ([*RL, "reward.function=torn.py:good"], "reward.function: it cannot be loaded: SyntaxError: "),
+        ([*RL, "reward.function=rewards.py:asks"], "reward.function: its parameter 'gold' is no column; the columns are "),
+        ([*RL, "evaluation.data.files=[nowhere.jsonl]"], "evaluation.data.files: 'nowhere.jsonl' names no file"),
+        ([*SFT, "evaluation.data.files=[few.jsonl]"], "reward.function: evaluation.data is given, and nothing says what"),
+        ([*RL, "sampling.top_p=0.9"], "sampling.top_p=0.9, sampling.top_k=0: training samples come from the whole"),
+        ([*RL, "updates_per_step=64"], "updates_per_step: 64 is more than prompts_per_step=32; "),
+        (
+            [*RL, "steps=99999999999999999999"],
+            "steps is 99999999999999999999 and must be less than 2**63; correct it or leave it at its default, 100",
+        ),
+        ([*RL, "numerics=exact", "model.dtype=float64"], "numerics: 'exact' needs float32"),
+        ([*RL, "rollout.native.tp=2"], "rollout.native.tp: 2 takes 2 workers or a multiple, and 1 generates; "),
+        (
+            [*RL, "rollout.engine=native", "rollout.vllm.url=http://h:1"],
+            "rollout.vllm.url: 'http://h:1' is a vLLM server, and rollout.engine is native; ",
+        ),
+        ([*RL, "rollout.vllm.url=h:1"], "rollout.vllm.url is 'h:1' and must match pattern "),
+        (
+            [*RL, "train.parallel_config.tp=2"],
+            "train.parallel_config: tp=2 takes 2 trainers or a multiple, but there is 1 trainer; ",
+        ),
+        ([*RL, "train.lora=true"], "train.lora is true and must be a section of keys; write its keys, such as train.lora.rank"),
+        (
+            [*RL, "train.lora.target_modules=[nosuch]"],
+            "train.lora.target_modules: 'nosuch' is no linear layer below the head; there are ",
+        ),
+        ([*RL, "train.lr=1"], "unknown key 'train.lr' (value 1): the nearest key is 'train.optimizer.lr'; "),
+        (
+            [*RL, '+runtime.placement.device_map={actr: "cpu:0"}'],
+            "runtime.placement.device_map.actr: 'actr' is not a role of this run",
+        ),
+        (
+            [*RL, '+runtime.placement.device_map={actor: "tpu:0"}'],
+            "runtime.placement: device_map.actor names 'tpu:0', which is not a range",
+        ),
+        ([*RL, "checkpoint.resume_path=hollow"], "checkpoint.resume_path is 'hollow' while checkpoint.resume_mode is 'auto'; "),
+        (
+            [*RL, "checkpoint.resume_mode=path", "checkpoint.resume_path=hollow"],
+            "checkpoint.resume_path: 'hollow' holds no manifest.json; give ",
+        ),
+        ([*RL, "run.name=a/b"], "run.name is 'a/b' and must match pattern "),
+        (["generate", "model.path=tiny"], 'prompts: nothing to continue; give prompts=["..."] or data.files=[...]'),
+        (["generate", "model.path=tiny", "prompts=a"], "prompts is 'a' and must be a list; "),
+        (
+            ["generate", "model.path=tiny", "prompts=[a]", "output=hollow"],
+            "output: 'hollow' is a directory; name a file, such as hollow/samples.parquet",
+        ),
+        (["generate", "model.path=tiny", "prompts=[a]", "output=no/x"], "output: the directory of 'no/x' does not exist; "),
+        (["eval", "model.path=tiny", "evaluation.data.files=[few.jsonl]"], "reward.function: nothing is rewarded; give "),
+        (["export", "checkpoint=nowhere", "output=o"], "checkpoint: 'nowhere' is no directory; give "),
+        (["export", "checkpoint=tiny", "output=o"], "checkpoint: 'tiny' holds no whole checkpoint; give "),
+        (["export", "checkpoint=hollow", "output=tiny"], "output: 'tiny' holds a model already (config.json); name "),
+        (["export", "checkpoint=hollow", "output=file"], "output: 'file' is a file; name a directory"),
+        (["plan", "eval"], "'eval' is no command that can be planned; write one of rl, sft"),
+        (["plan", *RL, "--svg", "no/x.svg"], "--svg: 'no/x.svg' cannot be written (No such file or directory); "),
+        (["quickstart", "directory=file"], "directory: 'file/quickstart/"),
+        (
+            ["quickstart", "stop_at=95"],
+            "stop_at is 95 and must be less than or equal to 1; correct it or leave it at its default, 0.95",
+        ),
+        (["doctor", "depth=3"], "unknown key 'depth' (value 3): the configuration has no keys to set; take it out"),
+    ],
+    ids=lambda value: value[:60] if isinstance(value, str) else " ".join(value)[-40:],
+)  # fmt: skip
+def test_a_wrong_command_line(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(commands, "open_runtime", refuse)
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = [line for line in shown.err.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: {message}")
+    assert ("; " in line or ": rename " in line or ": name " in line) and "Traceback" not in shown.err
+
+
+def test_a_model_without_a_tokenizer(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    assert main([*RL, "model.path=speechless"]) == 1
+    assert capsys.readouterr().err == (
+        "error: model.tokenizer: no tokenizer can be read from 'speechless' (it holds no tokenizer.json); give a directory with a "
+        "tokenizer.json\n"
+    )
