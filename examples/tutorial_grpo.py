@@ -39,7 +39,7 @@ MAX_NEW_TOKENS = 5
 
 @dataclass(frozen=True)
 class Settings:
-    """What can be tuned; the defaults are the quickstart's."""
+    """What can be tuned; the defaults are the quickstart's but for fewer steps."""
 
     steps: int = 200
     prompts: int = 64

@@ -90,7 +90,7 @@ def prepare_policy_batch(
     advantages_T = np.where(counted_T, tokens.spread(advantages_S) + later_T, 0.0).astype(np.float32)
     metrics = (
         _count_states(state_S)
-        | _reward_metrics(batch, scored_state_S)
+        | _reward_metrics(batch, shaped_S, scored_state_S)
         | _component_metrics(batch)
         | _kl_metrics(kl, kl_S, tokens.lengths_S, scored_state_S == RowState.OK)
         | _response_metrics(batch, tokens.lengths_S)
@@ -181,15 +181,16 @@ def _count_states(state_S: NDArray[np.int8]) -> Metrics:
     return {f"rows/{state.name.lower()}": total(int((state_S == state).sum())) for state in RowState}
 
 
-def _reward_metrics(batch: Batch, scored_state_S: NDArray[np.int8]) -> Metrics:
+def _reward_metrics(batch: Batch, shaped_S: NDArray[np.float64], scored_state_S: NDArray[np.int8]) -> Metrics:
     scored_S, rewards_S = scored_state_S == RowState.OK, batch.numpy("reward")
-    unscored_S = (scored_state_S == RowState.FAILED) & (batch.numpy("state") != RowState.FAILED)
+    failed_S = (scored_state_S == RowState.FAILED) & (batch.numpy("state") != RowState.FAILED)
     groups = summarize_groups(rewards_S, batch.numpy("group_id"), scored_S)
+    as_filtered = summarize_groups(shaped_S, batch.numpy("group_id"), scored_S)
     present_P = groups.count_P > 0
     metrics = {
-        "reward/errors": total(int(unscored_S.sum())),
+        "reward/errors": total(int((failed_S & ~np.isfinite(rewards_S)).sum())),
         "groups/total": total(present_P.sum()),
-        "groups/constant": total(groups.constant_P.sum()),
+        "groups/constant": total(as_filtered.constant_P.sum()),
     }
     if present_P.any():
         metrics["reward/mean"] = mean(rewards_S[scored_S].mean(), scored_S.sum())

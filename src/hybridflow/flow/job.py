@@ -201,11 +201,10 @@ class Job:
             if error is None
             else str(error) or ("interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
         )
-        self.run.log_end(self._done_steps, told)
-        if not self.run.settings.report:
-            return
         try:
-            write_report(self.run.path)
+            self.run.log_end(self._done_steps, told)
+            if self.run.settings.report:
+                write_report(self.run.path)
         except Exception as problem:  # noqa: BLE001 (a run does not fail by its report, nor hide what it failed by)
             self._progress.tell(f"{self.run.path}: no report was written ({type(problem).__name__}: {problem})")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from hybridflow.batch import Batch
 from hybridflow.observability.phases import phase
 from hybridflow.observability.run import RunDirectory
@@ -10,6 +12,8 @@ from hybridflow.roles.actor import Actor
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import Runtime
 from hybridflow.types import BatchRef, Ref
+
+_log = logging.getLogger(__name__)
 
 
 class KeptSamples:
@@ -53,6 +57,10 @@ class KeptSamples:
         samples, spread = self._taken
         # A phase of its own: the update lies between the two, and a phase is as long as from its first call to its last.
         with phase("write"):
-            shown = self._runtime.get(self._reward.cut(samples))
-            self._files.write(step, add_pieces(shown, self._tokenizer), self._runtime.get(spread))
+            shown, rewards = self._runtime.get(self._reward.cut(samples)), self._runtime.get(spread)
+            try:
+                self._files.write(step, add_pieces(shown, self._tokenizer), rewards)
+            except OSError as error:
+                # A run does not fail by what only its report shows.
+                _log.warning("step %s: its samples were not kept for the report (%s)", step, error)
         self._taken = None

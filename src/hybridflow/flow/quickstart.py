@@ -38,7 +38,7 @@ class QuickstartConfig:
     name: str | None = Field(default=None, pattern=r"^\w[\w.-]*$")
     """Name of the run, of letters, digits, `_`, `-` and `.`; null names it by date and time. A name that is there is gone on with."""
     numerics: Numerics = "fast"
-    """See `hybridflow rl`; `exact` runs on the CPU."""
+    """See `hybridflow rl`."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """`auto` takes the GPU where there is one; else cpu, cuda or cuda:1, cuda:2 and so on."""
     sft_steps: int = Field(default=2000, ge=1)
@@ -139,12 +139,8 @@ def _common(config: QuickstartConfig, files: dict[str, str]) -> list[str]:
         f"run.directory={_quoted(config.directory)}",
         f"seed={config.seed}",
         f"numerics={config.numerics}",
-        f"model.device={_device(config)}",
+        f"model.device={config.device}",
     ]
-
-
-def _device(config: QuickstartConfig) -> str:
-    return "cpu" if config.numerics == "exact" else config.device
 
 
 def _with_common(config: Any, quickstart: QuickstartConfig) -> Any:
@@ -158,7 +154,7 @@ def _quoted(path: str | Path) -> str:
 def _accuracy(config: QuickstartConfig, model: str, file: str, rl: RLConfig) -> float:
     result = run_eval(
         EvalConfig(
-            model=ModelSettings(path=model, device=_device(config)),
+            model=ModelSettings(path=model, device=config.device),
             evaluation=HeldOutSettings(
                 data=DataSettings(files=(file,), prompt_column="prompt"), sampling=rl.evaluation.sampling
             ),

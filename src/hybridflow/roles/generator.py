@@ -56,8 +56,9 @@ class GeneratorWorker:
             self.rollout_engine.load_adapter(weights.version, given)
         else:
             self.rollout_engine.load_weights(weights.version, given)
-        self._taken_version = weights.version
         self._received.check(self.rollout_engine, weights.scores, weights.version)
+        # After the check: weights that failed it are taken and checked again by the next call.
+        self._taken_version = weights.version
 
     def before_rollout(self) -> None:
         """Nothing; what a worker that also trains sees to first. The verb is called as this class's function, so it has no override."""

@@ -87,11 +87,11 @@ class VllmServiceEngine:
         with self._take("load_weights", awake=True):
             watched = WatchedWeights(weights, self.model.shapes)
             place = self.settings.weights_dir or find_memory_directory()
-            # The server forgets its adapters with its weights.
-            self._drop_adapter()
             with tempfile.TemporaryDirectory(prefix="hybridflow-", dir=place) as directory:
                 write_weight_files(watched, directory, _FILE_BYTES)
                 watched.check()
+                # The server forgets its adapters with its weights.
+                self._drop_adapter()
                 self._develop("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": directory}})
             self._begin(version)
 

@@ -27,7 +27,7 @@ R = TypeVar("R")
 S = TypeVar("S")
 P = ParamSpec("P")
 
-CLOSE_S = 5.0
+CLOSE_S = 10.0
 """Seconds that workers have to end what they started, before their processes are ended."""
 
 

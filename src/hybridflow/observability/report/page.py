@@ -48,8 +48,13 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     """
     path = output or run / NAME
     beside = path.with_name(f".writing-{path.name}")
-    beside.write_text(build_report(read_run(run)), encoding="utf-8")
-    beside.replace(path)
+    page = build_report(read_run(run))
+    beside.unlink(missing_ok=True)
+    try:
+        beside.write_text(page, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
     return path
 
 
@@ -185,7 +190,7 @@ def _finite(series: Series | None) -> list[float]:
 
 def _build_starts(record: RunRecord) -> list[tuple[str, str]]:
     told, is_under_way = [], False
-    for line in record.history[:MAX_HISTORY]:
+    for line in record.history[-MAX_HISTORY:]:
         step, at = line.get("step", 0), line.get("at_s")
         when = _format_time(at) if isinstance(at, (int, float)) else "at an unknown time"
         if line.get("event") == "start":

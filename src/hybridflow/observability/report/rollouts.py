@@ -23,6 +23,7 @@ def build_rollouts(record: RunRecord) -> tuple[list[dict[str, Any]], int]:
     kept = [step for step in list_steps(directory) if record.first_step <= step <= record.last_step]
     steps, sizes = thin(kept, 64), 0
     batches: dict[int, Batch] = {}
+    built: list[dict[str, Any]] = []
     for step in steps:
         try:
             batch = Batch.from_parquet(samples_path(directory, step))
@@ -35,7 +36,12 @@ def build_rollouts(record: RunRecord) -> tuple[list[dict[str, Any]], int]:
     if sizes > MAX_TOKENS:
         chosen = thin(sorted(batches), max(1, len(batches) * MAX_TOKENS // sizes))
         batches = {step: batches[step] for step in chosen}
-    return [_build_step(step, batch) for step, batch in batches.items()], len(kept)
+    for step, batch in batches.items():
+        try:
+            built.append(_build_step(step, batch))
+        except (ValueError, TypeError, KeyError):
+            record.notes.append(f"samples/{samples_path(directory, step).name} cannot be read.")
+    return built, len(kept)
 
 
 def _check(batch: Batch) -> None:
