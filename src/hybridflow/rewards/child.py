@@ -167,6 +167,13 @@ def _get_runner() -> asyncio.Runner:
     return asyncio.Runner()
 
 
+def close_loop() -> None:
+    """Ends the loop of async functions, if there is one, and what runs on it."""
+    if _get_runner.cache_info().currsize:
+        _get_runner().close()
+        _get_runner.cache_clear()
+
+
 def _serve_batch(function: Loaded, rows: list[Row], answer: Answer) -> None:
     columns = {name: [row[name] for _, row in rows] for name in rows[0][1]}
     called = _get_runner().run(_await(function, columns)) if function.is_async else _call(function, columns)

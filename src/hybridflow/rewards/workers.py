@@ -17,6 +17,7 @@ from hybridflow.rewards.child import (
     Hello,
     Loaded,
     Parameters,
+    close_loop,
     load,
     read_parameters,
     serve,
@@ -69,7 +70,8 @@ class InlineFunctions:
         return [outcomes[index] for index in range(len(items))]
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Ends the loop of async functions; there is no process."""
+        close_loop()
 
     def _load(self, name: str) -> Parameters:
         try:

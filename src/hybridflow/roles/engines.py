@@ -201,8 +201,9 @@ def build_generator(spec: ModelSpec, rollout: RolloutSettings, seat: Seat) -> tu
     ranks = join_ranks(
         rank=seat.rank, size=seat.size, rendezvous=seat.rendezvous, device=device, timeout_s=seat.timeout_s
     )
-    engine, group = build_tensor_engine(policy, rollout, ranks, device, dtype, seat.timeout_s)
-    engine.load_weights(0, policy.model.module.named_parameters())
+    with ranks.leaving_on_error():
+        engine, group = build_tensor_engine(policy, rollout, ranks, device, dtype, seat.timeout_s)
+        engine.load_weights(0, policy.model.module.named_parameters())
     return engine, group
 
 
