@@ -65,6 +65,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "reference.path: 'cut/model.safetensors' is no whole safetensors file (",
         ),
         (
+            [*RL, "+reference.path=tiny"],
+            "reference.path: 'tiny' would not be read, since no KL to it is asked for; set algorithm.kl_coefficient above 0",
+        ),
+        (
             [*RL, *NEW, "+model.config={model_type: llama, hiden_size: 8}"],
             "model.config: the model config's 'hiden_size' is none of a llama's values; the nearest is 'hidden_size'",
         ),

@@ -144,6 +144,11 @@ def read_rl_inputs(
 
 def _check_settings(config: RLConfig, *, has_advantages: bool) -> None:
     models = {"actor": config.model, "rollout": config.model}
+    if config.reference is not None and not config.algorithm.reads_reference:
+        named = f"path: '{config.reference.path}'" if config.reference.path else "config"
+        raise ConfigError(
+            f"reference.{named} would not be read, since no KL to it is asked for; set algorithm.kl_coefficient above 0, or take it out"
+        )
     if config.algorithm.reads_reference and not _adapter_gives_reference(config):
         models["reference"] = config.reference or config.model
     check_placed_models(config.runtime.placement, (*models, "reward"), models, config.numerics)
