@@ -7,18 +7,17 @@
 Random weights of the real shape, end of sequence ignored. Lengths `a-b` are uniform in between. Time is that of a whole `generate` call
 on prompts as token ids, after one call that warms up (a short one for vLLM, which has captured its graphs by then, and for Transformers).
 Neighbouring vLLM cases of one shape share an engine, in a process of their own where there are others, so that it leaves the GPU.
+Without FlashInfer vLLM 0.26 wants VLLM_USE_FLASHINFER_SAMPLER=0.
 The bound: weights once a step and keys and values once a token at 4.3 TB/s (what a copy reaches on an H200), and the arithmetic of the
 prompts at 790 TFLOP/s (what bfloat16 products reach).
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from shapes import FAILURES, SHAPES, build_model, build_module, parse_case
+from shapes import SHAPES, build_model, build_module, parse_case, print_case
 
 BANDWIDTH, FLOPS = 4.3e12, 790e12
 WARM_UP_TOKENS = 16
@@ -72,24 +71,17 @@ def measure(case: Case) -> None:
     """One case, printed as a line of JSON; its error if it fails."""
     prompts = draw_lengths(case.prompt, case.rows // case.samples, 0)
     responses = draw_lengths(case.response, case.rows, 1)
-    given = {name: value for name, value in vars(case).items() if value != vars(Case())[name]}
-    try:
+
+    def work() -> dict[str, Any]:
         seconds = SIDES[case.side](case, prompts, responses)
         best_s, bound_s = min(seconds[1:]), compute_bound(case, np.repeat(prompts, case.samples), responses)
         tokens = int(responses.sum())
-        result: dict[str, Any] = {
+        return {
             "tokens": tokens, "tokens_per_s": round(tokens / best_s), "seconds": [round(s, 3) for s in seconds],
             "bound_tokens_per_s": round(tokens / bound_s), "share_of_bound": round(bound_s / best_s, 3),
         }  # fmt: skip
-    except FAILURES as error:
-        traceback.print_exc()
-        result = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
-    print(
-        json.dumps({"side": case.side, "shape": case.shape, **given, **result, "torch": torch.__version__}), flush=True
-    )
-    gc.collect()
-    if DEVICE.type == "cuda":
-        torch.cuda.empty_cache()
+
+    print_case(case, work)
 
 
 def draw_lengths(text: str, count: int, seed: int) -> np.ndarray:

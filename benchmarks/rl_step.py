@@ -13,12 +13,9 @@ Prints seconds by phase of the fastest step after the warm-up, and tokens a seco
 
 from __future__ import annotations
 
-import gc
-import json
 import subprocess
 import sys
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from shapes import FAILURES, SHAPES, build_model, build_module, parse_case
+from shapes import SHAPES, build_model, build_module, parse_case, print_case
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -70,18 +67,7 @@ def main() -> None:
 
 def measure(case: Case) -> None:
     """One case, printed as a line of JSON; its error if it fails."""
-    given = {name: value for name, value in vars(case).items() if value != vars(Case())[name]}
-    try:
-        result = {"hybridflow": run_hybridflow, "trl": run_trl}[case.side](case)
-    except FAILURES as error:
-        traceback.print_exc()
-        result = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
-    print(
-        json.dumps({"side": case.side, "shape": case.shape, **given, **result, "torch": torch.__version__}), flush=True
-    )
-    gc.collect()
-    if DEVICE.type == "cuda":
-        torch.cuda.empty_cache()
+    print_case(case, lambda: {"hybridflow": run_hybridflow, "trl": run_trl}[case.side](case))
 
 
 def run_hybridflow(case: Case) -> dict[str, Any]:

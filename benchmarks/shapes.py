@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import gc
+import json
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -100,3 +103,18 @@ def compute_step_flops(shape: str, lengths: Sequence[int], *, lora_rank: int = 0
     adapter = layers * lora_rank * sum(rows + columns for rows, columns in matrices)
     a_token = (4 if lora_rank else 6) * weights + 6 * adapter
     return a_token * sum(lengths) + 6.0 * layers * queries * float(sum(length**2 for length in lengths))
+
+
+def print_case(case: Any, measure: Callable[[], dict[str, Any]]) -> None:
+    """What was measured as a line of JSON, or the error that ended it; a case is a dataclass with `side` and `shape`."""
+    given = {name: value for name, value in vars(case).items() if value != vars(type(case)())[name]}
+    try:
+        result = measure()
+    except FAILURES as error:
+        traceback.print_exc()
+        result = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+    line = {"side": case.side, "shape": case.shape, **given, **result, "torch": torch.__version__}
+    print(json.dumps(line), flush=True)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
