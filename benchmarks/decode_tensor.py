@@ -21,15 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing
-from decode import Case, draw_lengths, draw_prompts, limit_rows, time_calls
-from shapes import build_model
+from decode import Case, build_call, build_settings, draw_lengths, limit_rows, time_calls
+from shapes import build_model, parse_case
 
-from hybridflow.batch import Batch
 from hybridflow.data import build_character_tokenizer
-from hybridflow.rollout import NativeEngine, NativeSettings
+from hybridflow.rollout import NativeEngine
 from hybridflow.rollout.native import parallel
 from hybridflow.train_engine import join_ranks
-from hybridflow.types import SamplingParams
 
 ON_GPU = torch.cuda.is_available()
 TIMEOUT_S = 300.0
@@ -46,7 +44,7 @@ class Run(Case):
 
 def main() -> None:
     """Runs the cases."""
-    for run in map(Run.parse, sys.argv[1:]):
+    for run in (parse_case(Run, argument) for argument in sys.argv[1:]):
         first: dict[str, Any] = {}
         for degree in map(int, run.degrees.split("+")):
             told = measure(run, degree)
@@ -84,13 +82,7 @@ def work(rank: int, run: Run, degree: int, directory: str) -> None:
         torch.cuda.set_device(device)
     engine = build_engine(rank, run, degree, device, f"file://{directory}/meet")
     prompts, responses = draw_lengths(run.prompt, run.rows // run.samples, 0), draw_lengths(run.response, run.rows, 1)
-    batch = Batch.from_columns(group_id=list(range(len(prompts))), prompt_tokens=draw_prompts(run, prompts))
-    sampling = SamplingParams(
-        max_new_tokens=int(responses.max()),
-        samples_per_prompt=run.samples,
-        temperature=run.temperature,
-        ignore_eos=True,
-    )
+    batch, sampling = build_call(run, prompts, responses)
     limit_rows(engine, responses)
     firsts: list[tuple[int, float]] = []
 
@@ -107,10 +99,7 @@ def work(rank: int, run: Run, degree: int, directory: str) -> None:
 
 def build_engine(rank: int, run: Run, degree: int, device: torch.device, rendezvous: str) -> NativeEngine:
     """With the whole model, or with a part of it."""
-    settings = NativeSettings(
-        max_sequences=max(256, run.rows), cuda_graphs=bool(run.graphs), kv_memory_fraction=0.8,
-        prefill_tokens_per_step=run.prefill,
-    )  # fmt: skip
+    settings = build_settings(run, run.prefill)
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     whole = build_model(run.shape, device, dtype)
     whole.module.requires_grad_(False)

@@ -74,6 +74,7 @@ def generate_worker(place: Place, tokenizer: Any, names: list[str]) -> list[tupl
                 engine.wake()
         has_graphs = engine._graphs is not None and bool(engine._graphs._graphs)
         found.append((has_graphs, engine.report.preemptions, calls))
+        engine.close()
     ranks.leave()
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,3 +89,24 @@ def test_workers_that_make_no_whole_replicas_are_refused() -> None:
     assert str(caught.value) == message
     split = plan_replicas(RolloutSettings(native=NativeSettings(tp=4)), 8)
     assert (split.data, split.tensor) == (2, 4)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_is_closed_before_its_ranks_part_and_they_part_whatever_it_does(fails: bool) -> None:
+    """Nccl waits, when ranks part, for every captured graph that holds its collectives."""
+    said: list[str] = []
+
+    class Closing:
+        def close(self) -> None:
+            said.append("closed")
+            if fails:
+                raise OSError("the server is gone")
+
+        def leave(self) -> None:
+            said.append("left")
+
+    worker = object.__new__(GeneratorWorker)
+    worker.rollout_engine = worker.rollout_ranks = Closing()  # type: ignore[assignment]
+    with pytest.raises(OSError, match="gone") if fails else contextlib.nullcontext():
+        worker.close()
+    assert said == ["closed", "left"]

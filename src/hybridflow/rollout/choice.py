@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Literal
 
 from hybridflow.config import ConfigError
@@ -40,14 +40,17 @@ class Measured:
     device: str
 
 
-MEASURED: tuple[Measured, ...] = (Measured("qwen3-0.6b", 0.6e9, 26_790, 22_206, device="H200"),)
+MEASURED: tuple[Measured, ...] = (
+    Measured("qwen3-0.6b", 0.6e9, 26_790, 22_206, device="H200"),
+    Measured("qwen2.5-1.5b", 1.5e9, 75_429, 25_369, device="H200"),
+)
 """What `auto` goes by on a GPU: for each shape the 256 rows of 100 to 1,024 tokens of docs/performance.md (for one that is not run there
 256 rows of 128 + 512), both sides from one machine. Without rows `auto` is native."""
 
 
 def find_installed() -> frozenset[str]:
     """Those engines beside the native one whose package is installed here."""
-    return frozenset(name for name in INSTALL if find_spec(name) is not None)
+    return frozenset(name for name in INSTALL if importlib.util.find_spec(name) is not None)
 
 
 def choose_engine(
