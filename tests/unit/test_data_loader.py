@@ -278,6 +278,10 @@ def test_a_batch_of_prompts_carries_its_rows(numbers: str) -> None:
     assert batch.pylist("gold") == [f"r{i}" for i in ids] and batch.pylist("tags") == [["t"] * i for i in ids]
     assert [TOKENIZER.decode(tokens) for tokens in batch.pylist("prompt_tokens")] == [f"<bos>p{i}" for i in ids]
     assert batch.pylist("group_id") == [0, 1, 2, 3] and prompts.take(2).pylist("group_id") == [4, 5]
+    assert (
+        prompts.list_values("answer") == [*"0123456"]
+        and prompts.list_values("prompt") == prompts.list_values(None) == []
+    )
 
 
 def test_a_column_named_like_one_of_the_rollout_is_refused_with_the_remedy(numbers: str) -> None:

@@ -106,6 +106,9 @@ NOT_MESSAGES: tuple[tuple[Any, str], ...] = (
         "messages",
     ),
     ([{"role": "user", "content": {"type": "text", "text": "hi"}}], "an object for content"),
+    ([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a", "weight": 0.5}], "0.5 for weight"),
+    ([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a", "train": "yes"}], "'yes' for train"),
+    ([{"role": "user", "content": "hi", "train": True}], "marked to be learned"),
 )
 NOT_OBJECTS: tuple[Any, ...] = ([], ["prompt", "a"], 3, -1.5, "text", True, None, [{"prompt": "a"}])
 

@@ -91,9 +91,9 @@ def test_bad_rows_are_skipped_and_counted_where_that_is_set(
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", [ROWS[0], *(line for line, _ in BAD), ROWS[1]])
     rows = read(path, on_bad_row="skip")
-    assert rows.table.to_pylist() == ROWS[:2] and rows.num_skipped == len(BAD)
+    assert rows.table.to_pylist() == ROWS[:2] and rows.left_out["skipped"] == len(BAD)
     assert rows.where(1) == f"{path}, line {len(BAD) + 2}"
-    assert f"{len(BAD)} bad rows of {path} were skipped, 2 are left" in caplog.text
+    assert f"data: 2 of {len(BAD) + 2} rows (left out: {len(BAD)} by data.on_bad_row) of {path}" in caplog.text
 
 
 def test_types_hold_over_chunks_and_files(tmp_path: Path, small_chunks: None) -> None:
@@ -164,7 +164,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_a_file_of_bad_rows_alone_is_an_error_also_where_they_are_skipped(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "a", "response": None}])
-    with pytest.raises(ConfigError, match=r"hold no row that can be used \(1 were skipped\)"):
+    with pytest.raises(ConfigError, match=r"no row can be used, 0 of 1 rows \(left out: 1 by data.on_bad_row\) of"):
         read(path, on_bad_row="skip")
 
 
@@ -209,7 +209,7 @@ def test_bad_messages_name_their_line(tmp_path: Path, kind: str) -> None:
     with pytest.raises(DataError, match=rf"a.{kind}, line 2: none of its messages is an answer"):
         read(path)
     rows = read(path, on_bad_row="skip")
-    assert rows.num_rows == 2 and rows.num_skipped == 1 and rows.where(1).endswith("line 3")
+    assert rows.num_rows == 2 and rows.left_out["skipped"] == 1 and rows.where(1).endswith("line 3")
 
 
 def test_the_format_says_what_a_row_is_made_from(tmp_path: Path) -> None:

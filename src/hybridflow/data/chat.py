@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from hybridflow.config import ConfigError
-from hybridflow.data.messages import BadRow, Message
+from hybridflow.data.messages import MARKS, BadRow, Message, TrainedTurns, choose_turns
 from hybridflow.data.settings import DataSettings
 from hybridflow.data.tokenizers import encode_texts
 
@@ -21,7 +21,8 @@ _ANSWERS: tuple[Message, ...] = ({"role": "assistant", "content": "Yes"}, {"role
 
 
 class ChatTemplate:
-    """Renders chats, and tells the assistant's tokens by comparing the ids of a chat before and after a turn; it never searches a text.
+    """Renders chats, and tells the assistant's tokens by comparing the ids of a chat before and after a turn; it never searches a text, and
+    reads no `{% generation %}` of a template, which may leave out what ends a turn.
 
     What ends a turn is learned from the template: the first special token that stands behind either of two answers to one question. That
     token counts, and what the template puts behind it (a line break in ChatML) does not.
@@ -37,22 +38,19 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """The chat as text. Raises BadRow if the template refuses it."""
+        shown = [{key: value for key, value in message.items() if key not in MARKS} for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self._arguments
+                shown, tokenize=False, add_generation_prompt=add_generation_prompt, **self._arguments
             )
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             raise BadRow(f"the chat template refuses its messages ({' '.join(str(error).split())})") from error
         return str(text)
 
-    def render_turns(self, messages: Sequence[Message], trained_turns: Literal["all", "last"]) -> list[str]:
-        """Two texts for each turn that is learned: the chat before it with the generation prompt, and the chat with it. Raises BadRow.
-
-        A chat's first message is no such turn, whoever wrote it: it answers nothing.
-        """
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index]
+    def render_turns(self, messages: Sequence[Message], trained_turns: TrainedTurns) -> list[str]:
+        """Two texts for each turn that is learned: the chat before it with the generation prompt, and the chat with it. Raises BadRow."""
         texts: list[str] = []
-        for turn in turns if trained_turns == "all" else turns[-1:]:
+        for turn in choose_turns(messages, trained_turns):
             texts.append(self.render(messages[:turn], add_generation_prompt=True))
             texts.append(self.render(messages[: turn + 1], add_generation_prompt=False))
         return texts
@@ -68,7 +66,10 @@ class ChatTemplate:
         one, other = encode_texts(self._tokenizer, texts)
         length = next((n for n, (a, b) in enumerate(zip(reversed(one), reversed(other), strict=False)) if a != b), 0)
         suffix = one[len(one) - length :]
-        ends = set(self._tokenizer.added_tokens_decoder) - {self._tokenizer.unk_token_id, self._tokenizer.bos_token_id}
+        tokenizer = self._tokenizer
+        # One token may be all of them, as in GPT-2.
+        never = {tokenizer.unk_token_id, tokenizer.bos_token_id} - {tokenizer.eos_token_id}
+        ends = set(tokenizer.added_tokens_decoder) - never
         start = next((index for index, token in enumerate(suffix) if token in ends), None)
         if start is None:
             raise ConfigError(
@@ -113,7 +114,7 @@ def _explain_break(index: int) -> str:
     if index % 2:
         return (
             f"the chat template changes turn {index // 2} of the assistant once more messages follow, so its tokens cannot be told; "
-            "set data.trained_turns=last, or use a template that leaves earlier turns as they were"
+            "set data.trained_turns=last, mark that turn `train: false`, or use a template that leaves earlier turns as they were"
         )
     return (
         f"the ids of turn {index // 2} of the assistant do not go on where its prompt ends, so its tokens cannot be told; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Row = Mapping[str, Any]
+Side = Literal["auto", "left", "right"]
+"""Where a row that is too long is cut; `auto` is the end of an example and the beginning of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,12 @@ class Example:
 
     tokens: np.ndarray
     loss_mask: np.ndarray
+    bos_id: int | None = None
 
-    def cut(self, max_tokens: int) -> Example | BadRow:
-        """Without its end."""
-        return _build_example(self.tokens[:max_tokens], self.loss_mask[:max_tokens])
+    def cut(self, max_tokens: int, side: Side) -> Example | BadRow:
+        """Without its end, or its beginning."""
+        kept = plan_cut(self.tokens, max_tokens, "right" if side == "auto" else side, self.bos_id)
+        return _build_example(self.tokens[kept], self.loss_mask[kept], self.bos_id)
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,20 @@ class Prompt:
     text: str
     bos_id: int | None = None
 
-    def cut(self, max_tokens: int) -> Prompt:
-        """Without its beginning, but for a beginning-of-sequence token."""
-        kept = self.tokens[-max_tokens:].copy()
-        if self.tokens[0] == self.bos_id:
-            kept[0] = self.bos_id
-        return Prompt(kept, self.text, self.bos_id)
+    def cut(self, max_tokens: int, side: Side) -> Prompt:
+        """Without its beginning, or its end."""
+        kept = plan_cut(self.tokens, max_tokens, "left" if side == "auto" else side, self.bos_id)
+        return Prompt(self.tokens[kept], self.text, self.bos_id)
+
+
+def plan_cut(tokens: np.ndarray, max_tokens: int, side: Literal["left", "right"], bos_id: int | None) -> np.ndarray:
+    """Positions that are kept of a row of more than `max_tokens`: its beginning, or its end after its beginning-of-sequence token."""
+    if side == "right":
+        return np.arange(max_tokens)
+    kept = np.arange(len(tokens) - max_tokens, len(tokens))
+    if tokens[0] == bos_id:
+        kept[0] = 0
+    return kept
 
 
 class ExampleEncoder:
@@ -54,6 +66,7 @@ class ExampleEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: DataSettings, layout: Layout) -> None:
         self._tokenizer, self._settings, self._layout = tokenizer, settings, layout
+        self._bos_id: int | None = tokenizer.bos_token_id
         if layout == "text":
             self._eos_id = _find_eos(tokenizer)
         else:
@@ -70,7 +83,7 @@ class ExampleEncoder:
         # A response that brings its own end gets no second one.
         responses = [ids if ids[-1:] == [self._eos_id] else [*ids, self._eos_id] for ids in responses]
         return [
-            _build_example(prompt + response, [0] * len(prompt) + [1] * len(response))
+            _build_example(prompt + response, [0] * len(prompt) + [1] * len(response), self._bos_id)
             for prompt, response in zip(prompts, responses, strict=True)
         ]
 
@@ -90,7 +103,7 @@ class ExampleEncoder:
 
     def _mark(self, renders: list[list[int]]) -> Example | BadRow:
         try:
-            return _build_example(*mark_turns(renders, self._turn_end))
+            return _build_example(*mark_turns(renders, self._turn_end), self._bos_id)
         except BadRow as error:
             return error
 
@@ -139,12 +152,14 @@ class PromptEncoder:
         return Prompt(np.array(ids, np.int32), text, self._bos_id)
 
 
-def _build_example(tokens: Sequence[int] | np.ndarray, loss_mask: Sequence[int] | np.ndarray) -> Example | BadRow:
+def _build_example(
+    tokens: Sequence[int] | np.ndarray, loss_mask: Sequence[int] | np.ndarray, bos_id: int | None
+) -> Example | BadRow:
     mask = np.array(loss_mask, np.uint8)
     mask[:1] = 0
     if not mask.any():
         return BadRow("it has no token that is learned")
-    return Example(np.array(tokens, np.int32), mask)
+    return Example(np.array(tokens, np.int32), mask, bos_id)
 
 
 def _find_eos(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -47,12 +47,17 @@ def find_files(patterns: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def compute_fingerprint(files: tuple[str, ...]) -> str:
-    """sha256 over the content of the files, in order; where they lie and what they are called does not count."""
+def compute_fingerprint(files: tuple[str, ...], kept: np.ndarray | None = None) -> str:
+    """sha256 over the content of the files, in order; where they lie and what they are called does not count.
+
+    kept: [rows, 2] int32 places of the rows that filters keep, which count too; None for all.
+    """
     whole = hashlib.sha256()
     for path in files:
         with open(path, "rb") as file:
             whole.update(hashlib.file_digest(file, "sha256").digest())
+    if kept is not None:
+        whole.update(kept.tobytes())
     return whole.hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic
@@ -22,12 +23,15 @@ from hybridflow.types import Metrics, RowState, last
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_log = logging.getLogger(__name__)
+
 
 class _Source(Generic[Item]):
     """Rows in a new order each epoch, and the place that has been reached in them."""
 
-    def __init__(self, stream: RowStream[Item]) -> None:
+    def __init__(self, stream: RowStream[Item], settings: DataSettings) -> None:
         self._stream: RowStream[Item] = stream
+        self._settings = settings
 
     @property
     def epoch(self) -> int:
@@ -47,9 +51,26 @@ class _Source(Generic[Item]):
     def metrics(self) -> Metrics:
         """Where the run is in its data, and which rows it could not use: those of the files once, the others each time they came."""
         order = self._stream.order
-        counts = {f"data/rows_{kind}": last(count) for kind, count in self._stream.counts.items()}
-        counts["data/rows_skipped"] = last(counts["data/rows_skipped"].value + self._stream.rows.num_skipped)
-        return {"data/epoch": last(order.epoch + order.position / self.num_rows), **counts}
+        read: dict[str, int] = self._stream.rows.left_out
+        seen: dict[str, int] = self._stream.counts
+        counts = {kind: read.get(kind, 0) + seen.get(kind, 0) for kind in (*seen, *read)}
+        return {
+            "data/epoch": last(order.epoch + order.position / self.num_rows),
+            **{f"data/rows_{kind}": last(count) for kind, count in counts.items()},
+        }
+
+    def describe(self) -> str:
+        """How many rows there are, and what becomes of those that are too long or short, e.g. `7473 rows; over 512 tokens: drop`."""
+        settings = self._settings
+        limits: list[str] = [
+            f"over {settings.max_tokens} tokens: {settings.on_long_row}" if settings.max_tokens is not None else "",
+            f"under {settings.min_tokens}: drop" if settings.min_tokens is not None else "",
+        ]
+        return "; ".join([self._stream.rows.describe(), *filter(None, limits)])
+
+    def tell_counts(self) -> str:
+        """See `RowStream.tell_counts`."""
+        return self._stream.tell_counts()
 
     def state(self) -> dict[str, Any]:
         """The place in the data, as JSON values."""
@@ -69,7 +90,7 @@ class SFTLoader(_Source[Example]):
 
     def __init__(self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0) -> None:
         rows = read_rows(settings, "sft")
-        super().__init__(RowStream(rows, ExampleEncoder(tokenizer, settings, rows.layout), settings, seed))
+        super().__init__(RowStream(rows, ExampleEncoder(tokenizer, settings, rows.layout), settings, seed), settings)
 
     def take(self, num_rows: int) -> Batch:
         """The next examples; with `epochs` set, fewer at the end of the last one and then none."""
@@ -93,12 +114,17 @@ class PromptPool(_Source[Prompt]):
     def __init__(self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0) -> None:
         rows = read_rows(settings, "prompt")
         self._kept = _choose_kept(rows)
-        super().__init__(RowStream(rows, PromptEncoder(tokenizer, settings, rows.layout), settings, seed))
+        super().__init__(RowStream(rows, PromptEncoder(tokenizer, settings, rows.layout), settings, seed), settings)
 
     @property
     def column_names(self) -> tuple[str, ...]:
         """The data's own columns, which go along with a prompt to its samples and their reward."""
         return tuple(self._kept)
+
+    def list_values(self, column: str | None) -> list[str]:
+        """What the rows have in this one of the data's own columns, as text, each value once; nothing where there is no such column."""
+        values = self._stream.rows.table.column(column).to_pylist() if column in self._kept else []
+        return list(dict.fromkeys(map(str, values)))
 
     def take(self, num_prompts: int) -> Batch:
         """The next prompts; with `epochs` set, fewer at the end of the last one and then none."""
@@ -126,6 +152,8 @@ def read_prompts(
         return given
     pool = PromptPool(replace(settings, shuffle=False, epochs=1), tokenizer)
     rows = pool.take(max_rows or pool.num_rows)
+    if told := pool.tell_counts():
+        _log.warning("data: of the prompts of %s, %s; %d are left", ", ".join(settings.files), told, rows.num_rows)
     for name in pool.column_names:
         given = given.with_column(name, pa.nulls(len(texts), rows.schema.field(name).type))
     whole = Batch.concat([given, rows]) if texts else rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from hybridflow.config import Field, settings
+from hybridflow.data.messages import TrainedTurns
 
 
 @settings
@@ -26,12 +27,25 @@ class DataSettings:
     """Columns to call differently from the start, old name to new."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Further values for the chat template, e.g. `{enable_thinking: false}`."""
-    trained_turns: Literal["all", "last"] = "all"
-    """Which of the assistant's turns in a chat are learned."""
+    trained_turns: TrainedTurns = "all"
+    """Which of the assistant's turns in a chat are learned: all, the last, or those alone that are marked. A message's own mark, `train:
+    true | false` or `weight: 1 | 0`, comes before this."""
     max_tokens: int | None = Field(default=None, ge=2)
     """Longest row, prompt and response together, or longest prompt of a rollout; null sets no limit."""
     on_long_row: Literal["drop", "truncate", "error"] = "drop"
-    """Beyond `max_tokens`: leave the row out, cut the end of a row that is learned or the beginning of a prompt, or stop. Counted."""
+    """Beyond `max_tokens`: leave the row out, cut it at `truncation_side`, or stop. Counted."""
+    truncation_side: Literal["auto", "left", "right"] = "auto"
+    """Where a row is cut: `left` takes its beginning, but for a beginning-of-sequence token, `right` its end; `auto` is `right` for a row
+    that is learned and `left` for a prompt."""
+    min_tokens: int | None = Field(default=None, ge=1)
+    """Shortest row, or prompt of a rollout; shorter ones are left out and counted. Null sets no limit."""
+    keep_where: dict[str, Any] = Field(default_factory=dict)
+    """Keeps the rows whose columns have these values, e.g. `{split: train, level: [4, 5]}`; a list takes any of its values. Counted."""
+    keep_function: str | None = None
+    """Keeps the rows that a function gives true for: `pkg.mod:fn` or `path/to/file.py:fn`, called with the columns that its parameters
+    name, before the run starts. Counted."""
+    deduplicate_by: tuple[str, ...] = ()
+    """Keeps the first of the rows that are equal in all of these columns, e.g. `[prompt]`; empty keeps all. Counted."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that cannot be read: stop, naming file and line, or leave it out and count it."""
     shuffle: bool = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,21 +12,26 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hybridflow.columns import is_plain
-from hybridflow.config import ConfigError, HybridflowError
+from hybridflow.config import ConfigError
 from hybridflow.data.files import Numbered, compute_fingerprint, find_files, iter_json, iter_parquet
-from hybridflow.data.messages import BadRow, Use, pack_messages
+from hybridflow.data.filters import call_filter, find_first, match_columns
+from hybridflow.data.messages import BadRow, DataError, Use, pack_messages
 from hybridflow.data.settings import DataSettings
 
 Layout = Literal["text", "pair", "messages"]
 """How a row becomes text: as it is, or through the chat template from prompt and response, or through it from messages."""
 
+LEFT_OUT_BY = {
+    "skipped": "on_bad_row",
+    "unmatched": "keep_where",
+    "filtered": "keep_function",
+    "duplicate": "deduplicate_by",
+}
+"""Why rows of the files are left out when they are read, and the setting that says so."""
+
 _SHOWN_CHARS = 40
 
 _log = logging.getLogger(__name__)
-
-
-class DataError(HybridflowError, ValueError):
-    """A row cannot be used. The message is one sentence: where it stands, what is wrong with it, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,8 @@ class Rows:
     files:       in the order of their rows.
     place:       [rows, 2] int32: index into `files`, and line (or place in a list or a Parquet file) from 1.
     needed:      the columns that make a row's tokens.
-    fingerprint: sha256 of the files' content.
-    num_skipped: bad rows that were left out.
+    fingerprint: sha256 of the files' content, and of which rows the filters keep.
+    left_out:    rows by reason, `{"skipped": 0, "unmatched": 12, "filtered": 0, "duplicate": 3}`.
     """
 
     table: pa.Table
@@ -47,7 +52,7 @@ class Rows:
     place: np.ndarray
     needed: tuple[str, ...]
     fingerprint: str
-    num_skipped: int
+    left_out: dict[str, int]
 
     @property
     def num_rows(self) -> int:
@@ -72,8 +77,11 @@ class Rows:
 
     def where(self, row: int) -> str:
         """Where a row stands, e.g. `train.jsonl, line 17`."""
-        file, line = self.place[row]
-        return f"{self.files[file]}, line {line}"
+        return _tell_place(self.files, self.place[row])
+
+    def describe(self) -> str:
+        """How many there are, e.g. `7418 of 7433 rows (left out: 12 by data.keep_where, 3 by data.deduplicate_by)`."""
+        return _describe_rows(self.num_rows, self.left_out)
 
 
 def read_rows(settings: DataSettings, use: Use) -> Rows:
@@ -87,21 +95,26 @@ def read_rows(settings: DataSettings, use: Use) -> Rows:
         raise ConfigError(f"data.files: {', '.join(files)} hold no rows; give files with rows")
     table = _rename(table, settings.rename)
     layout = choose_layout(settings, table.column_names, use)
+    _check_lengths(settings, layout, use)
     needed = tuple(vars(settings)[key] for key in _needed_keys(layout, use))
     table = _drop_unusual(table, needed)
     for key in _needed_keys(layout, use):
         _check_text(table, key, vars(settings)[key])
-    table, place, num_nulls = _drop_incomplete(
-        table, np.concatenate(reader.places), files, needed, settings.on_bad_row == "skip"
-    )
-    num_skipped = reader.num_skipped + num_nulls
+    left_out = dict.fromkeys(LEFT_OUT_BY, 0) | {"skipped": reader.num_skipped}
+    place = np.concatenate(reader.places)
+    for kind, keep_rows in _list_sieves(settings, files, needed, layout):
+        keep = keep_rows(table, place)
+        if not keep.all():
+            left_out[kind] += int((~keep).sum())
+            table, place = table.filter(pa.array(keep)), place[keep]
+    told = f"{_describe_rows(table.num_rows, left_out)} of {', '.join(files)}"
     if table.num_rows == 0:
-        raise ConfigError(
-            f"data.files: {', '.join(files)} hold no row that can be used ({num_skipped} were skipped); give files with rows"
-        )
-    if num_skipped:
-        _log.warning("data: %d bad rows of %s were skipped, %d are left", num_skipped, ", ".join(files), table.num_rows)
-    return Rows(table, layout, files, place, needed, compute_fingerprint(files), num_skipped)
+        raise ConfigError(f"data.files: no row can be used, {told}; give files with rows, or other filters")
+    if any(left_out.values()):
+        _log.warning("data: %s", told)
+    is_filtered = any(count for kind, count in left_out.items() if kind != "skipped")
+    fingerprint = compute_fingerprint(files, place if is_filtered else None)
+    return Rows(table, layout, files, place, needed, fingerprint, left_out)
 
 
 def choose_layout(settings: DataSettings, columns: Sequence[str], use: Use) -> Layout:
@@ -133,7 +146,7 @@ class _Reader:
     """Collects tables; keeps the type that each column has had so far."""
 
     def __init__(self, settings: DataSettings, use: Use) -> None:
-        self._skips, self._use = settings.on_bad_row == "skip", use
+        self._skips, self._use, self._trained_turns = settings.on_bad_row == "skip", use, settings.trained_turns
         names_before = {new: old for old, new in settings.rename.items()}
         messages = names_before.get(settings.messages_column, settings.messages_column)
         self._messages = None if settings.format == "text" else messages
@@ -173,7 +186,7 @@ class _Reader:
         if isinstance(row, BadRow) or self._messages not in row:
             return row
         try:
-            return row | {self._messages: pack_messages(row[self._messages], self._use)}
+            return row | {self._messages: pack_messages(row[self._messages], self._use, self._trained_turns)}
         except BadRow as error:
             return error
 
@@ -281,15 +294,60 @@ def _check_text(table: pa.Table, key: str, name: str) -> None:
         raise ConfigError(f"data.{key}: column '{name}' is {column.type}, not text; name another column or convert it")
 
 
-def _drop_incomplete(
+Sieve = Callable[[pa.Table, np.ndarray], np.ndarray]
+"""[rows] bool: which rows of a table are kept; given the table, and where each row stands."""
+
+
+def _list_sieves(
+    settings: DataSettings, files: tuple[str, ...], needed: tuple[str, ...], layout: Layout
+) -> Iterator[tuple[str, Sieve]]:
+    """In the order in which they are used, by why they leave rows out."""
+    if settings.keep_where:
+        yield "unmatched", lambda table, place: match_columns(table, settings.keep_where)
+    yield "skipped", lambda table, place: _find_complete(table, place, files, needed, settings.on_bad_row == "skip")
+    if (name := settings.keep_function) is not None:
+        messages = settings.messages_column if layout == "messages" else None
+        yield (
+            "filtered",
+            lambda table, place: call_filter(table, name, messages, lambda row: _tell_place(files, place[row])),
+        )
+    if settings.deduplicate_by:
+        yield "duplicate", lambda table, place: find_first(table, settings.deduplicate_by)
+
+
+def _find_complete(
     table: pa.Table, place: np.ndarray, files: tuple[str, ...], needed: tuple[str, ...], skips: bool
-) -> tuple[pa.Table, np.ndarray, int]:
-    """The rows that have a text in each needed column, and how many do not."""
+) -> np.ndarray:
+    """[rows] bool: which rows have a text in each needed column."""
     keep = np.ones(table.num_rows, np.bool_)
     for name in needed:
         missing = pc.is_null(table.column(name)).to_numpy()
         if missing.any() and not skips:
-            file, line = place[np.flatnonzero(missing)[0]]
-            raise bad_row(f"{files[file]}, line {line}", f"it has no '{name}'")
+            raise bad_row(_tell_place(files, place[np.flatnonzero(missing)[0]]), f"it has no '{name}'")
         keep &= ~missing
-    return table.filter(pa.array(keep)), place[keep], int((~keep).sum())
+    return keep
+
+
+def _check_lengths(settings: DataSettings, layout: Layout, use: Use) -> None:
+    side, least, most = settings.truncation_side, settings.min_tokens, settings.max_tokens
+    if least is not None and most is not None and least > most:
+        raise ConfigError(f"data.min_tokens: {least} is more than data.max_tokens={most}, and no row is both; lower it")
+    if side != "auto" and settings.on_long_row != "truncate":
+        raise ConfigError(
+            f"data.truncation_side: '{side}' says where rows are cut, and with data.on_long_row={settings.on_long_row} none is; "
+            "set data.on_long_row=truncate, or leave the side at auto"
+        )
+    if side == "right" and use == "prompt" and layout != "text":
+        raise ConfigError(
+            "data.truncation_side: 'right' would cut off the words of a chat that ask the assistant to answer; set it to left or auto"
+        )
+
+
+def _tell_place(files: tuple[str, ...], place: np.ndarray) -> str:
+    file, line = place
+    return f"{files[file]}, line {line}"
+
+
+def _describe_rows(num_rows: int, left_out: Mapping[str, int]) -> str:
+    told = ", ".join(f"{count} by data.{LEFT_OUT_BY[kind]}" for kind, count in left_out.items() if count)
+    return f"{num_rows} of {num_rows + sum(left_out.values())} rows (left out: {told})" if told else f"{num_rows} rows"

@@ -8,10 +8,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from hybridflow.config import ConfigError
 from hybridflow.data.encode import Example, Prompt, Row
-from hybridflow.data.messages import BadRow
+from hybridflow.data.messages import BadRow, DataError
 from hybridflow.data.order import EpochOrder
 from hybridflow.data.settings import DataSettings
-from hybridflow.data.sources import DataError, Rows, bad_row
+from hybridflow.data.sources import Rows, bad_row
 
 _CACHED_TOKENS = 1 << 24
 
@@ -39,7 +39,7 @@ class RowStream(Generic[Item]):
         self._settings = settings
         self.order = EpochOrder(rows.num_rows, seed=seed, shuffle=settings.shuffle, epochs=settings.epochs)
         self.num_taken = 0
-        self.counts = {"dropped": 0, "truncated": 0, "skipped": 0}
+        self.counts = {"dropped": 0, "truncated": 0, "short": 0, "skipped": 0}
         self._cache: dict[int, Item] = {}
         self._cached_tokens = 0
 
@@ -55,13 +55,17 @@ class RowStream(Generic[Item]):
             # Any two epochs' worth of rows on end hold each row once.
             if num_left_out >= 2 * self.rows.num_rows or not (candidates or found or self.num_taken):
                 raise ConfigError(
-                    f"data: none of the {self.rows.num_rows} rows of {', '.join(self.rows.files)} can be used ({self._tell_counts()}); "
-                    "mend them, or raise data.max_tokens"
+                    f"data: none of the {self.rows.num_rows} rows of {', '.join(self.rows.files)} can be used ({self.tell_counts()}); "
+                    "mend them, raise data.max_tokens, or lower data.min_tokens"
                 )
             if not candidates:
                 break
         self.num_taken += len(found)
         return [number for number, _ in found], [item for _, item in found]
+
+    def tell_counts(self) -> str:
+        """What has become of rows so far, e.g. `2 dropped, 1 short`; empty where all were used as they are."""
+        return ", ".join(f"{count} {kind}" for kind, count in self.counts.items() if count)
 
     def state(self) -> dict[str, Any]:
         """The place in the data, as JSON values."""
@@ -83,7 +87,7 @@ class RowStream(Generic[Item]):
             raise ConfigError(
                 f"data.files: {', '.join(self.rows.files)} do not hold the rows that this run was started on ({state['num_rows']} rows, "
                 f"sha256 {state['fingerprint'][:12]}; now {now['num_rows']} rows, sha256 {now['fingerprint'][:12]}); "
-                "bring those back, or start a new run"
+                "bring those back, with the data.keep_where, data.keep_function and data.deduplicate_by of then, or start a new run"
             )
         for key in ("seed", "shuffle"):
             if state[key] != now[key]:
@@ -91,7 +95,7 @@ class RowStream(Generic[Item]):
                     f"{key}: {now[key]} is not the {state[key]} that this run's order of rows comes from; set it back, or start a new run"
                 )
         self.order.move_to(state["epoch"], state["position"])
-        self.num_taken, self.counts = state["num_taken"], dict(state["counts"])
+        self.num_taken, self.counts = state["num_taken"], self.counts | state["counts"]
 
     def _encode(self, numbers: list[int]) -> list[tuple[int, Item]]:
         """Those of the rows that can be used."""
@@ -112,17 +116,23 @@ class RowStream(Generic[Item]):
             self._leave_out("skipped", number, item)
             return None
         self._remember(number, item)
-        limit, length = self._settings.max_tokens, len(item.tokens)
-        if limit is None or length <= limit:
-            return item
+        least, most, length = self._settings.min_tokens, self._settings.max_tokens, len(item.tokens)
+        if least is not None and length < least:
+            self._leave_out("short", number, f"{length} tokens, less than data.min_tokens={least}")
+            return None
+        return item if most is None or length <= most else self._shorten(number, item, most)
+
+    def _shorten(self, number: int, item: Item, max_tokens: int) -> Item | None:
+        length = len(item.tokens)
         if self._settings.on_long_row == "error":
             raise DataError(
-                f"{self.rows.where(number)}: it has {length} tokens, more than data.max_tokens={limit}; "
+                f"{self.rows.where(number)}: it has {length} tokens, more than data.max_tokens={max_tokens}; "
                 "raise that, or set data.on_long_row to drop or truncate"
             )
-        cut = item.cut(limit) if self._settings.on_long_row == "truncate" else BadRow("")
+        truncates = self._settings.on_long_row == "truncate"
+        cut = item.cut(max_tokens, self._settings.truncation_side) if truncates else BadRow("")
         if isinstance(cut, BadRow):
-            self._leave_out("dropped", number, f"{length} tokens, more than data.max_tokens={limit}")
+            self._leave_out("dropped", number, f"{length} tokens, more than data.max_tokens={max_tokens}")
             return None
         self.counts["truncated"] += 1
         return cut
@@ -131,13 +141,10 @@ class RowStream(Generic[Item]):
         self.counts[kind] += 1
         if self.counts[kind] == 1:
             _log.warning(
-                "data: %s is %s (%s); further rows like it are only counted", self.rows.where(number), kind, reason
+                "data: %s is left out (%s); further rows like it are only counted", self.rows.where(number), reason
             )
 
     def _remember(self, number: int, item: Item) -> None:
         if number not in self._cache and self._cached_tokens < _CACHED_TOKENS:
             self._cache[number] = item
             self._cached_tokens += len(item.tokens)
-
-    def _tell_counts(self) -> str:
-        return ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
