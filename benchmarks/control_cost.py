@@ -38,13 +38,14 @@ from hybridflow.roles.generator import GeneratorWorker, RolloutSettings
 from hybridflow.roles.parts import cut_columns, cut_rollout
 from hybridflow.roles.policy import ModelSettings, ModelSpec
 from hybridflow.roles.reward_model import RewardModel, RewardWorker
-from hybridflow.runtime.api import RuntimeSettings
+from hybridflow.runtime.api import Pieces, RuntimeSettings
 from hybridflow.runtime.host import Host
 from hybridflow.runtime.placement import Placement, RolePlacement, Slot
 from hybridflow.runtime.ray_transport import ActorProcess, RayTransport
 from hybridflow.runtime.scheduler import Scheduler
 from hybridflow.train_engine import TrainSettings
 from hybridflow.types import RowState, SamplingParams, mean
+from hybridflow.weights.probe import ProbeScores
 
 SEQUENCES, SAMPLES = 8192, 8
 METRICS = 24
@@ -94,7 +95,11 @@ class StubHosts:
         GeneratorWorker.rollout = stub_rollout  # type: ignore[method-assign, assignment]
         RewardWorker.score = stub_score  # type: ignore[method-assign, assignment]
         ActorWorker.update = stub_update  # type: ignore[method-assign, assignment]
-        ActorWorker.weights = lambda self: Weights(0, {})  # type: ignore[method-assign]
+        ActorWorker.offer_weights = lambda self: None  # type: ignore[method-assign]
+        GeneratorWorker.expect_weights = lambda self, _: None  # type: ignore[method-assign]
+        ActorWorker.push_weights = GeneratorWorker.pull_weights = lambda self, *_: None  # type: ignore[method-assign, assignment]
+        named = Weights(0, {}, ProbeScores((), (), torch.float32))
+        ActorWorker.publish = lambda self, *_: Pieces((named,), (None,))  # type: ignore[method-assign]
         ActorWorker.snapshot = lambda self: Snapshot(0, {}, {}, {}, {})  # type: ignore[method-assign]
         self._hosts: dict[int, Host] = {}
 

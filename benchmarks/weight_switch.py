@@ -43,7 +43,6 @@ from hybridflow.weights import (
     SameStorage,
     TargetWeights,
     WeightLayout,
-    compute_buffer_shapes,
     plan_rollout,
     plan_trainers,
     read_tensor_dims,
@@ -120,8 +119,8 @@ def run_layouts(here: Here, tensor: int, gathers: bool | None) -> dict[str, Any]
         name: torch.randn(held.placement.box(rank).shape, generator=generator, device=here.device)
         for name, held in source.tensors.items()
     }
-    wanted = compute_buffer_shapes(target, rank)
-    held = TargetWeights({name: torch.zeros(s, dtype=t, device=here.device) for name, (s, t) in wanted.items()})
+    boxes = {name: (part.placement.box(rank).shape, part.dtype) for name, part in target.tensors.items()}
+    held = TargetWeights({name: torch.zeros(s, dtype=t, device=here.device) for name, (s, t) in boxes.items()})
     gang = Gang(rank, size, here.device, TIMEOUT_S)
     transport = CollectiveTransport(made, (source, target), gang, parts, held, gathers=gathers)
     found = measure(here, transport.push, made)

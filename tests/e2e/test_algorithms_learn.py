@@ -123,3 +123,21 @@ def test_an_advantage_function_and_rewards_of_ones_own_by_file(
     assert {step["reward/short"] for step in steps} == {1.0} == {steps[-1]["eval/reward_short"]}
     assert steps[-1]["eval/reward_ones"] == pytest.approx(steps[-1]["eval/reward_mean"], rel=1e-9)
     assert all(step["reward/mean"] == pytest.approx(step["reward/ones"], rel=1e-9) for step in steps)
+
+
+@pytest.mark.parametrize(
+    "shaping",
+    [
+        ("sampling.repetition_penalty=1.3", "train.share_prompts=true"),
+        ("sampling.repetition_penalty=0.8", "sampling.min_p=0.05", "sampling.top_p=0.9", "numerics=exact"),
+    ],
+    ids=["penalty", "all, exact"],
+)
+def test_shaped_samples_train_at_a_ratio_of_one(
+    learn: Callable[..., list[dict[str, Any]]], shaping: tuple[str, ...]
+) -> None:
+    steps = learn("steps=4", "algorithm.kl_coefficient=0.05", *shaping)
+    gap = 0.0 if "numerics=exact" in shaping else 1e-5
+    assert max(step["policy/logprob_gap_max"] for step in steps) <= gap
+    # The reference is scored by the same shape, so that it starts at the policy.
+    assert abs(steps[0]["policy/kl_to_reference"]) <= gap and steps[-1]["policy/kl_to_reference"] > 1e-5

@@ -123,14 +123,16 @@ def iter_spans(run: str) -> list[dict[str, object]]:
 
 # Two trainers that share one model
 
+TOGETHER = 12
 SHARED = (
+    f"steps={TOGETHER}",
     "numerics=fast",
     "model.dtype=float64",
     "algorithm.old_logprobs=trainer_logprobs",
     'runtime.placement.device_map={actor: "cpu:0-1"}',
 )
-LAYOUTS = {"sharded": "{shard: 2}", "split": "{tensor_parallel_size: 2}", "by tokens": "{sp: 2}"}
-STOP = 4
+LAYOUTS = {"{shard: 2}": 4, "{tensor_parallel_size: 2}": 8, "{sp: 2}": TOGETHER}
+"""By layout the step that it goes to: sharded, split, by tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -139,24 +141,19 @@ def alone(task: dict[str, str], start: str, tmp_path_factory: pytest.TempPathFac
     return str(run_rl(config_of(task, start, tmp_path_factory.mktemp("alone"), *SHARED))["run"])
 
 
-@pytest.mark.parametrize(("first", "then"), [("sharded", "split"), ("split", "by tokens")])
 def test_trainers_that_share_a_model_write_the_numbers_of_one_process_and_resume_in_another_layout(
-    first: str, then: str, task: dict[str, str], start: str, alone: str, tmp_path: Path, ray_cluster: None
+    task: dict[str, str], start: str, alone: str, tmp_path: Path, ray_cluster: None
 ) -> None:
-    """The first half loses a trainer, which goes back to a snapshot in parts."""
-
-    def config(layout: str, steps: int) -> RLConfig:
-        overrides = (*RAY, *SHARED, f"train.parallel_config={LAYOUTS[layout]}", f"steps={steps}")
-        return config_of(task, start, tmp_path, *overrides)
-
+    """All but the last lose a worker on the way; trainers then go back to a snapshot in parts."""
     run = tmp_path / "quickstart" / "run"
-    with Killer(run, steps=(3,), seed=0) as killer:
-        run_rl(config(first, STOP))
-    assert len(killer.kills) == 1
-    assert len(read_lines(run / "recovery.jsonl")) == 1
-    run_rl(config(then, STEPS))
+    for number, (layout, steps) in enumerate(LAYOUTS.items(), start=1):
+        overrides = (*RAY, *SHARED, f"train.parallel_config={layout}", f"steps={steps}")
+        with Killer(run, steps=() if steps == TOGETHER else (steps - 1,), seed=0) as killer:
+            run_rl(config_of(task, start, tmp_path, *overrides))
+        assert len(killer.kills) == (steps != TOGETHER)
+        assert len(read_lines(run / "recovery.jsonl")) == min(number, len(LAYOUTS) - 1)
     ours, theirs = metrics_of(alone), metrics_of(run)
-    assert [line["step"] for line in theirs] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in theirs] == list(range(1, TOGETHER + 1))
     for line, other in zip(ours, theirs, strict=True):
         assert line.keys() == other.keys()
         for name in sorted(line.keys() - BY_WORKERS):

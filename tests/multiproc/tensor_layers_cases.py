@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from processes import Place, run_ranks
+from tiny_models import FOR_KERNELS
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -17,18 +18,7 @@ from hybridflow.rollout.native.layers import FusedLayers, StepPlan, serves
 from hybridflow.rollout.native.parallel import build_shard
 from hybridflow.train_engine import join_ranks
 
-CONFIG: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 2500,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.3,
-}
+CONFIG = FOR_KERNELS | {"head_dim": 32}
 LENGTHS = (25, 16)
 CPU = torch.device("cpu")
 PRODUCT = kernels.ProductPlan(16, 32, 32, 2, num_warps=4, num_stages=3)

@@ -18,8 +18,9 @@ from hybridflow.flow.quickstart import write_sums
 from hybridflow.flow.rl_job import RLConfig
 from hybridflow.roles.actor import ActorSpec, ActorWorker
 from hybridflow.roles.engines import RolloutSettings
+from hybridflow.roles.parts import describe_rows
 from hybridflow.roles.policy import ModelSettings, ModelSpec
-from hybridflow.roles.shares import describe_rows, plan_shares
+from hybridflow.roles.shares import plan_shares
 from hybridflow.runtime.api import Seat
 from hybridflow.train_engine import OptimizerSettings, ParallelConfig, TrainSettings, compute_model_work
 from hybridflow.types import Metrics, SamplingParams, merge_metrics

@@ -15,6 +15,7 @@ import pytest
 import torch
 from processes import Place, run_ranks
 from safetensors import safe_open
+from tiny_models import SMALL
 from torch import Tensor
 
 from hybridflow.algorithms import prepare_policy_batch
@@ -22,7 +23,8 @@ from hybridflow.algorithms.advantages import compute_group_advantages
 from hybridflow.algorithms.losses import LossSum, MetricSum, PolicyLoss, SFTLoss
 from hybridflow.batch import Batch
 from hybridflow.models import fresh_model, save_model
-from hybridflow.roles.shares import describe_rows, plan_shares
+from hybridflow.roles.parts import describe_rows
+from hybridflow.roles.shares import plan_shares
 from hybridflow.train_engine import (
     DriftError,
     ModelWork,
@@ -35,17 +37,7 @@ from hybridflow.train_engine import (
 from hybridflow.train_engine.optimizer import AdamW
 from hybridflow.types import Metrics, PeerLostError, Reduce, merge_metrics
 
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
+CONFIG = SMALL | {"model_type": "llama", "max_position_embeddings": 64, "tie_word_embeddings": False}
 LENGTHS = [3, 17, 9, 2, 30, 12, 5, 8]
 STEPS = 3
 SPLITS: dict[str, list[list[list[int]]]] = {

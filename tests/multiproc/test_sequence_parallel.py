@@ -22,10 +22,10 @@ from hybridflow.models.attention import AttentionForm, AttentionPlan
 from hybridflow.models.attention_padded import PaddedPlan
 from hybridflow.train_engine import join_ranks, packing, sequence_parallel
 from hybridflow.train_engine.mesh import Layout, Mesh, build_mesh
-from hybridflow.train_engine.packing import PackedRows, Rows, compute_packed_weights, pack_rows, read_rows
+from hybridflow.train_engine.packing import PackedRows, Rows, build_shaped, compute_packed_weights, pack_rows, read_rows
 from hybridflow.train_engine.segments import RowGroup
 from hybridflow.train_engine.sequence_parallel import UlyssesPlan
-from hybridflow.types import RowState
+from hybridflow.types import RowState, Shaping
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
@@ -59,6 +59,7 @@ LOSSES: dict[str, TokenLoss] = {
     "sft": SFTLoss(),
     "sft, sequences": SFTLoss(normalization="sequence_mean"),
     "policy": PolicyLoss(clip_low=0.1, clip_high=0.1, entropy_coefficient=0.1, temperature=0.7),
+    "policy, penalised": PolicyLoss(entropy_coefficient=0.1, shaping=Shaping(repetition_penalty=1.3)),
     "policy, sequences": PolicyLoss(entropy_coefficient=0.1, normalization="sequence_mean"),
 }
 ROWS: dict[str, tuple[int, ...]] = {
@@ -152,6 +153,7 @@ def compute_loss(
         temperature=loss.temperature,
         with_entropy=loss.needs_entropy,
         rows=packed.hidden_index_M,
+        shaped=build_shaped(rows, packed, loss.shaping, CPU),
     )
     mask_T, weights_T = compute_packed_weights(rows, packed, loss.normalization)
     columns = {name: torch.from_numpy(values[packed.places_T]) for name, values in rows.columns.items()}

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 from processes import Place, run_ranks
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from tiny_models import SAMPLED, build_letters, draw_prompts
 
 from hybridflow.batch import Batch
 from hybridflow.config import ConfigError
@@ -36,21 +35,8 @@ from hybridflow.train_engine.logprobs import compute_batch_logprobs
 from hybridflow.types import PeerLostError, SamplingParams
 
 HERE = Path(__file__).parent
-VOCAB = 29
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen3",
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 160,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.3,
-    "eos_token_id": 2,
-}
+VOCAB = SAMPLED["vocab_size"]
+CONFIG = SAMPLED
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3, one kv head": {"num_key_value_heads": 1},
@@ -71,19 +57,6 @@ class Work(NamedTuple):
     limits: dict[str, int] = {}
     replicas: int = 1
     dtype: torch.dtype = torch.float64
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    pieces = ["<pad>", "<unk>", "</s>"] + [chr(ord("a") + i) for i in range(VOCAB - 3)]
-    backend = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>", pad_token="<pad>")
-
-
-def build_prompts() -> Batch:
-    rng = np.random.default_rng(0)
-    tokens = [rng.integers(3, VOCAB, length).astype(np.int32) for length in LENGTHS]
-    return Batch.from_columns(group_id=[40 + i for i in range(len(LENGTHS))], prompt_tokens=tokens)
 
 
 def build_whole(work: Work, seed: int = 1) -> LanguageModel:
@@ -108,7 +81,7 @@ def build_engine(place: Place, work: Work, timeout_s: float = 30.0) -> tuple[Nat
     ranks = world.split(Layout(data=work.replicas, tensor=degree).partition("tensor"))
     whole = build_whole(work)
     model, group = build_shard(whole, ranks, device=torch.device("cpu"), dtype=work.dtype, timeout_s=timeout_s)
-    engine = NativeEngine(model, build_tokenizer(), NativeSettings(**work.limits), group)  # type: ignore[arg-type]
+    engine = NativeEngine(model, build_letters(), NativeSettings(**work.limits), group)  # type: ignore[arg-type]
     engine.load_weights(1, whole.module.named_parameters())
     return engine, world
 
@@ -128,7 +101,7 @@ def generate_worker(place: Place, works: list[Work]) -> list[Found]:
     found = []
     for at, work in enumerate(works):
         engine, world = build_engine(Place(place.rank, place.size, f"{place.rendezvous}{at}"), work)
-        samples = engine.generate(build_prompts(), work.sampling, step=3)
+        samples = engine.generate(draw_prompts(LENGTHS), work.sampling, step=3)
         scored = compute_batch_logprobs(engine.model, samples, temperature=1.0, micro_batch_tokens=300)
         cache = engine._cache
         assert cache is not None
@@ -145,9 +118,9 @@ def read_columns(samples: Batch) -> dict[str, list[Any]]:
 
 
 def generate_alone(work: Work) -> Batch:
-    engine = NativeEngine(build_whole(work), build_tokenizer())
+    engine = NativeEngine(build_whole(work), build_letters())
     engine.load_weights(1)
-    return engine.generate(build_prompts(), work.sampling, step=3)
+    return engine.generate(draw_prompts(LENGTHS), work.sampling, step=3)
 
 
 def check(work: Work, found: Found) -> None:
@@ -243,14 +216,14 @@ def cache_worker(place: Place) -> tuple[list[int], bool]:
     sampling = SamplingParams(max_new_tokens=80, samples_per_prompt=4, ignore_eos=True)
     blocks = []
     for _ in range(2):
-        engine.generate(build_prompts(), sampling, step=0)
+        engine.generate(draw_prompts(LENGTHS), sampling, step=0)
         assert engine._cache is not None
         blocks.append(engine._cache.num_blocks)
         kept = engine._cache
         if place.rank == 1:
             engine.sleep()
             engine.wake()
-    engine.generate(build_prompts(), sampling, step=0)
+    engine.generate(draw_prompts(LENGTHS), sampling, step=0)
     is_new = engine._cache is not kept
     world.leave()
     return blocks, is_new
@@ -276,8 +249,8 @@ def abort_worker(place: Place) -> tuple[list[int], set[str]]:
     ended = engine._is_ended
     engine._is_ended = count  # type: ignore[method-assign]
     sampling = SamplingParams(max_new_tokens=80, samples_per_prompt=2, ignore_eos=True)
-    samples = engine.generate(build_prompts(), sampling, step=0)
-    again = engine.generate(build_prompts(), SAMPLING, step=0)
+    samples = engine.generate(draw_prompts(LENGTHS), sampling, step=0)
+    again = engine.generate(draw_prompts(LENGTHS), SAMPLING, step=0)
     assert "abort" not in again.pylist("finish_reason")
     world.leave()
     return samples.lengths("tokens").tolist(), set(samples.pylist("finish_reason"))
@@ -296,7 +269,7 @@ def fail_worker(place: Place, fault: str) -> str:
     if place.rank == 1:
         plant(engine, fault)
     with pytest.raises(RuntimeError) as caught, world.leaving_on_error():
-        engine.generate(build_prompts(), SAMPLING, step=0)
+        engine.generate(draw_prompts(LENGTHS), SAMPLING, step=0)
     return f"{caught.type.__name__}: {caught.value}"
 
 
@@ -336,7 +309,7 @@ def faulty_worker(place: Place) -> tuple[float, float, str]:
     of a weight that is missing."""
     engine, world = build_engine(place, Work())
     expected = generate_alone(Work())
-    right = compare(engine.generate(build_prompts(), SAMPLING, step=3), expected)
+    right = compare(engine.generate(draw_prompts(LENGTHS), SAMPLING, step=3), expected)
     down = engine.model.module.base_model.layers[1].mlp.down_proj
     assert isinstance(down, RowLinear)
     down._tokens = parallel.TokenSplit()
@@ -344,8 +317,8 @@ def faulty_worker(place: Place) -> tuple[float, float, str]:
     # The ranks' tokens part, so that each is alone with its own first token.
     engine.group = None
     wrong = compare(
-        engine.generate(build_prompts(), sampling, step=3),
-        NativeEngine(build_whole(Work()), build_tokenizer()).generate(build_prompts(), sampling, step=3),
+        engine.generate(draw_prompts(LENGTHS), sampling, step=3),
+        NativeEngine(build_whole(Work()), build_letters()).generate(draw_prompts(LENGTHS), sampling, step=3),
     )
     weights = list(build_whole(Work()).module.named_parameters())
     with pytest.raises(WeightsError) as caught:

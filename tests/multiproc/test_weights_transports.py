@@ -32,8 +32,6 @@ from hybridflow.weights import (
     TornWeightsError,
     VersionError,
     WeightLayout,
-    compute_buffer_shapes,
-    fuse,
     plan_rollout,
     plan_trainers,
     read_tensor_dims,
@@ -55,7 +53,6 @@ for _layer in range(3):
     }  # fmt: skip
 DIMS = read_tensor_dims(SHAPES, STYLES)
 BUCKET_BYTES = 3000
-JOINT = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 TIMEOUT_S = 20.0
 
 
@@ -67,14 +64,12 @@ class Route:
     trainers: tuple[tuple[str, int], ...]
     ranks: tuple[int, ...]
     tensor: int = 1
-    joint: bool = False
     gathers: bool | None = None
 
     @property
     def layouts(self) -> tuple[WeightLayout, WeightLayout]:
         source = plan_trainers(SHAPES, DIMS, **dict(self.trainers), size=self.size)
-        target = plan_rollout(SHAPES, DIMS, ranks=self.ranks, size=self.size, tensor=self.tensor)
-        return source, fuse(target, JOINT) if self.joint else target
+        return source, plan_rollout(SHAPES, DIMS, ranks=self.ranks, size=self.size, tensor=self.tensor)
 
 
 def trainers(**degrees: int) -> tuple[tuple[str, int], ...]:
@@ -86,18 +81,18 @@ ROUTES: dict[int, dict[str, Route]] = {
         "shard 2 to a replica on one of them": Route(2, trainers(shard=2), (1,)),
         "shard 2 to 2 replicas": Route(2, trainers(shard=2), (0, 1)),
         "shard 2 to 2 replicas, message by message": Route(2, trainers(shard=2), (0, 1), gathers=False),
-        "shard 2 to tensor 2": Route(2, trainers(shard=2), (0, 1), tensor=2, joint=True),
-        "tensor 2 to 2 replicas": Route(2, trainers(tensor=2), (0, 1), joint=True),
+        "shard 2 to tensor 2": Route(2, trainers(shard=2), (0, 1), tensor=2),
+        "tensor 2 to 2 replicas": Route(2, trainers(tensor=2), (0, 1)),
         "tensor 2 to tensor 2": Route(2, trainers(tensor=2), (0, 1), tensor=2),
         "one to another": Route(2, trainers(), (1,)),
     },
     4: {
         "shard 2 x tensor 2 to 4 replicas": Route(4, trainers(shard=2, tensor=2), (0, 1, 2, 3)),
-        "shard 2 x tensor 2 to 2 of tensor 2": Route(4, trainers(shard=2, tensor=2), (0, 1, 2, 3), tensor=2, joint=True),
+        "shard 2 x tensor 2 to 2 of tensor 2": Route(4, trainers(shard=2, tensor=2), (0, 1, 2, 3), tensor=2),
         "replicate 2 x shard 2 to 4 replicas": Route(4, trainers(replicate=2, shard=2), (0, 1, 2, 3)),
         "replicate 2 x shard 2 to tensor 4": Route(4, trainers(replicate=2, shard=2), (0, 1, 2, 3), tensor=4),
         "shard 2 to two others": Route(4, trainers(shard=2), (2, 3)),
-        "shard 2 to tensor 2 of others": Route(4, trainers(shard=2), (3, 2), tensor=2, joint=True),
+        "shard 2 to tensor 2 of others": Route(4, trainers(shard=2), (3, 2), tensor=2),
         "shard 3 to one other": Route(4, trainers(shard=3), (3,)),
     },
 }  # fmt: skip
@@ -121,17 +116,19 @@ def cut(layout: WeightLayout, rank: int, whole: Mapping[str, Tensor], device: st
 
 def build_buffers(layout: WeightLayout, rank: int, device: str = "cpu") -> dict[str, Tensor]:
     """Storages full of NaN, so that what never arrives is seen."""
-    shapes = compute_buffer_shapes(layout, rank)
-    return {name: torch.full(shape, torch.nan, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+    boxes = {name: (held.placement.box(rank).shape, held.dtype) for name, held in layout.tensors.items()}
+    return {
+        name: torch.full(shape, torch.nan, dtype=dtype, device=device)
+        for name, (shape, dtype) in boxes.items()
+        if all(shape)
+    }
 
 
 def list_wrong(layout: WeightLayout, rank: int, buffers: Mapping[str, Tensor], version: int) -> list[str]:
     """Tensors that are not the version's, bit for bit."""
     wrong, whole = [], build_whole(version)
     for name, part in cut(layout, rank, whole).items():
-        held = layout.tensors[name]
-        at = tuple(slice(o, o + n) for o, n in zip(held.at[rank].tolist(), part.shape, strict=True))
-        if not torch.equal(buffers[held.buffer][at].cpu(), part.to(torch.bfloat16)):
+        if part.numel() and not torch.equal(buffers[name].cpu(), part.to(torch.bfloat16)):
             wrong.append(name)
     return wrong
 
@@ -262,7 +259,7 @@ def refuse(place: Place) -> list[str]:
     party.train(4)
     party.sync(4)
     said += party.list_wrong(4)
-    other = Party(Route(2, trainers(), (1,), joint=place.rank == 0), place.rank)
+    other = Party(Route(2, trainers(), (1,)), place.rank)
     other.plan = plan_weights(*other.layouts, BUCKET_BYTES + place.rank)
     gang = Gang(place.rank, 2, torch.device("cpu"), TIMEOUT_S)
     other.transport = CollectiveTransport(other.plan, other.layouts, gang, other.sources, other.target)

@@ -57,6 +57,8 @@ class FakeWindow:
 class FakeDecoder:
     """Feeds the cache at launch, as a device that works in the order of launches; ends the rows that it can see ending."""
 
+    looks_back = False
+
     def __init__(self, cache: FakeCache, ends: np.ndarray, unseen: np.ndarray, max_steps: int, ahead: bool) -> None:
         self.cache, self.ends, self.unseen = cache, ends, unseen
         self.max_steps, self.ahead = max_steps, ahead

@@ -42,6 +42,7 @@ WEIGHTS = {
     "add": 3,
     "assign": 1,
     "share": 3,
+    "hand": 3,
     "snapshot": 3,
     "get": 4,
     "drop": 3,
@@ -82,6 +83,7 @@ class Page:
     states: dict[str, int] = field(default_factory=lambda: {"gang": 0, "pool": 0})
     known: list[Known] = field(default_factory=list)
     taken: list[Known] = field(default_factory=list)
+    handed: list[tuple[Ref[Any], int]] = field(default_factory=list)
     in_parts: bool = False
 
     def run(self, op: Op) -> None:
@@ -108,6 +110,8 @@ class Page:
                 self.note(ref, self.states[role])
             case "share":
                 self.share(op)
+            case "hand":
+                self.hand(op)
             case "snapshot":
                 self.snapshot()
             case "get" if self.known:
@@ -154,6 +158,15 @@ class Page:
         self.states[op.role] = mix("share", self.states[op.role], op.label, *(known.digest for known in described))
         ref = self.runtime.scatter(self.groups[op.role], Ledger.share, partial(deal, op.label, refs), refs)
         self.note(ref, self.states[op.role])
+
+    def hand(self, op: Op) -> None:
+        """Something of the gang that lies with the pool, and is used there twice: at once, and after whatever comes in between."""
+        gang, pool = self.groups["gang"], self.groups["pool"]
+        (handed,) = self.runtime.submit_pieces(gang, Ledger.hand, 1, op.label, self.runtime.ask(pool, Ledger.token_of))
+        self.handed.append((handed, mix("hand", self.states["gang"], op.label)))
+        for ref, value in {self.handed[-1], self.handed[op.numbers[0] % len(self.handed)]}:
+            used = self.runtime.submit(pool, Ledger.use, op.label, ref)
+            self.note(used, mix("use", self.states["pool"], op.label, value))
 
     def note(self, ref: Ref[Any], value: int, inputs: Sequence[int | None] = (), *, is_piece: bool = False) -> None:
         fails = None in inputs
@@ -298,6 +311,47 @@ def snapshot(runtime: Scheduler, gang: Any) -> Ref[int]:
 def started(world: World, since: int) -> list[str]:
     """What the processes created after so many others were told, the first of them."""
     return [name for number, name in world.sent if number == since and name != "start"]
+
+
+def test_all_who_are_there_answer_and_a_worker_that_was_replaced_since_has_not(world: World) -> None:
+    runtime = build_scheduler(world, pool=("A", "B"))
+    pool = runtime.place("pool", Ledger)
+    asked = runtime.ask(pool, Ledger.token_of)
+    first, second = runtime.get(asked)
+    assert second == first + 1
+    world.hold = holding("read", 1)
+    kept = runtime.submit(pool, Ledger.read, 1), runtime.submit(pool, Ledger.read, 2)
+    late = runtime.ask(pool, Ledger.token_of)
+    turns(runtime)
+    assert not runtime.is_there(late)
+    world.die(world.processes[1])
+    # What a dead worker is asked is not asked again, and nobody waits for its successor.
+    assert runtime.get(late) == (first, None) and runtime.get(asked) == (first, None)
+    world.hold = nothing
+    runtime.get(kept)
+    turns(runtime)
+    assert runtime.get(asked) == (first, None)
+    assert runtime.get(runtime.ask(pool, Ledger.token_of)) == (first, second + 1)
+
+
+def test_what_lies_with_a_worker_that_died_is_made_again_from_the_state_of_its_time(world: World) -> None:
+    runtime = build_scheduler(world, gang=("A", "A"), pool=("B", "C"))
+    gang, pool = runtime.place_gang("gang", Ledger), runtime.place("pool", Ledger)
+    runtime.broadcast(gang, Ledger.add, 1)
+    (handed,) = runtime.submit_pieces(gang, Ledger.hand, 1, 7, runtime.ask(pool, Ledger.token_of))
+    value, tokens = runtime.get(handed)
+    assert (value, len(tokens)) == (mix("hand", added(0, 1), 7), 2)
+    changed = runtime.broadcast(gang, Ledger.add, 2)
+    runtime.get(changed)
+    world.die(world.alive("pool")[0])
+    turns(runtime)
+    # Nothing needs it so far.
+    assert sum(name == "hand" for _, name in world.sent) == 1
+    used = [runtime.submit(pool, Ledger.use, label, handed) for label in range(4)]
+    assert runtime.get(tuple(used)) == tuple(mix("use", 0, label, value) for label in range(4))
+    assert runtime.get(handed) == (value, ())
+    assert set(runtime.get(runtime.broadcast(gang, Ledger.add, 3))) == {added(0, 1, 2, 3)}
+    assert sum(name == "hand" for _, name in world.sent) == 2
 
 
 def test_a_snapshot_does_not_count_before_all_ranks_have_reported_the_change_before_it(world: World) -> None:

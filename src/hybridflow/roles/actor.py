@@ -19,19 +19,21 @@ from hybridflow.config import HybridflowError
 from hybridflow.models import adapter_disabled, adapter_weights, iter_base_weights, save_model
 from hybridflow.roles.carried import CarriedTensor, Snapshot, Weights, carry, read_parts, write_description
 from hybridflow.roles.engines import RolloutSettings, build_engine, build_tensor_engine
-from hybridflow.roles.generator import Generator, GeneratorWorker, place_workers
-from hybridflow.roles.parts import TOKENS, add_columns, add_columns_together, cut_columns
+from hybridflow.roles.generator import Generator, GeneratorWorker, Members, place_workers
+from hybridflow.roles.linking import Delivery, LinkEnd, build_sending_end
+from hybridflow.roles.parts import TOKENS, RowDigest, add_columns, add_columns_together, cut_columns
 from hybridflow.roles.policy import ModelSpec, build_policy, describe_policy, read_config
 from hybridflow.roles.probing import SyncProbe
-from hybridflow.roles.shares import RowDigest, plan_shares, split_rows
-from hybridflow.roles.weight_sync import WeightSync
+from hybridflow.roles.shares import plan_shares, split_rows
+from hybridflow.roles.weight_sync import TrainedWeights, WeightSync
 from hybridflow.rollout import NativeEngine, NativeSettings
 from hybridflow.rollout.native.parallel import plan_shards
-from hybridflow.runtime.api import Pieces, Runtime, Seat
+from hybridflow.runtime.api import HELD_BY_ASKED, Group, Pieces, Runtime, Seat
 from hybridflow.train_engine import Layout, TrainEngine, TrainSettings, compute_model_work, join_ranks, plan_layout
 from hybridflow.train_engine.memory import read_free
 from hybridflow.train_engine.ranks import ALONE
 from hybridflow.types import (
+    UNSHAPED,
     BatchRef,
     Metrics,
     MetricsRef,
@@ -39,10 +41,13 @@ from hybridflow.types import (
     Ref,
     RowState,
     SamplingParams,
+    Shaping,
     last,
     merge_metrics,
+    total,
 )
 from hybridflow.weights import SameStorage
+from hybridflow.weights.link import Member, plan_meeting
 from hybridflow.weights.transports import SwitchTimer
 
 CHUNKS_PER_TRAINER, MAX_CHUNKS = 8, 512
@@ -96,6 +101,9 @@ class ActorWorker(GeneratorWorker):
         self._copied_version: int | None = None
         self._sync: WeightSync | None = None
         self._same_storage = SameStorage(device)
+        self._trained: TrainedWeights | None = None
+        self._end: LinkEnd | None = None
+        self._stored_version = -1
         together = ALONE if self._shares_weights else self.ranks
         self._probe = SyncProbe(self.train_engine, together, seed=spec.model.seed)
         self._syncs_since_probe = SHARED_SYNCS_PER_PROBE - 1
@@ -105,17 +113,22 @@ class ActorWorker(GeneratorWorker):
         self._told_failures = False
         self._description: dict[str, bytes] = {}
 
-    def log_prob(self, batch: Batch | None, sizes: tuple[int, ...], temperature: float) -> Pieces[Batch]:
+    def log_prob(
+        self, batch: Batch | None, sizes: tuple[int, ...], temperature: float, shaping: Shaping = UNSHAPED
+    ) -> Pieces[Batch]:
         """Column `trainer_logprobs` [tokens of the row] float32: of each counted token, 0.0 elsewhere.
 
         A collective where ranks share the model. sizes: () on a rank whose columns another one returns.
         """
-        return cut_columns(Batch.from_columns(trainer_logprobs=self.train_engine.log_prob(batch, temperature)), sizes)
+        logprobs = self.train_engine.log_prob(batch, temperature, shaping)
+        return cut_columns(Batch.from_columns(trainer_logprobs=logprobs), sizes)
 
-    def reference_log_prob(self, batch: Batch | None, sizes: tuple[int, ...], temperature: float) -> Pieces[Batch]:
+    def reference_log_prob(
+        self, batch: Batch | None, sizes: tuple[int, ...], temperature: float, shaping: Shaping = UNSHAPED
+    ) -> Pieces[Batch]:
         """Column `ref_logprobs`: the same of the model without its adapter: the policy as a new adapter found it."""
         with adapter_disabled(self.policy.model):
-            logprobs = self.train_engine.log_prob(batch, temperature)
+            logprobs = self.train_engine.log_prob(batch, temperature, shaping)
         return cut_columns(Batch.from_columns(ref_logprobs=logprobs), sizes)
 
     def update(
@@ -258,15 +271,55 @@ class ActorWorker(GeneratorWorker):
         sent = adapter_weights(model).values() if self._sends_adapter else dict(iter_base_weights(model)).values()
         return sum(weight.numel() for weight in sent) * model.dtype.itemsize
 
+    def offer_weights(self) -> Member | None:
+        """Who this worker is to generators that live apart. A collective."""
+        if self._end is None:
+            with self.ranks.leaving_on_error():
+                sent = build_sending_end(self._seat, self.train_engine, alone=self._sends_adapter)
+            self._trained, self._end = sent
+        return self._end.describe()
+
+    def push_weights(self, trainers: Members, generators: Members) -> None:
+        """Sends these generators the boxes that they need of what these trainers hold. A collective of all of them, where they can meet."""
+        meeting = plan_meeting(trainers, generators)
+        if self._end is None or self._trained is None or meeting is None:
+            return
+        with self.ranks.leaving_on_error():
+            self._trained.forget()
+            factors = self._trained.gather_factors(self.version)
+        switch = self._end.push(meeting, self.version)
+        if switch is not None:
+            self._rollout_metrics.append(switch.after(factors).metrics())
+
+    def publish(
+        self, sent: tuple[Members, Members, tuple[Delivery | None, ...]], wanted: bool = True
+    ) -> Pieces[Weights]:
+        """What rollouts of this version name: the weights, or where all generators have taken them, only what these are held to. A
+        collective where the model is in parts; `wanted` from one rank.
+
+        sent: who was to send and to take, and what each of them has taken.
+        """
+        trainers, generators, taken = sent
+        meeting = plan_meeting(trainers, generators)
+        if meeting is not None and all(delivery == Delivery(meeting.key, self.version) for delivery in taken):
+            made, digest = Weights(self.version, {}, self._probe.score()), HELD_BY_ASKED
+        else:
+            made, digest = self.weights(wanted), None
+        return Pieces((made,), (digest,)) if wanted else Pieces((), ())
+
     def weights(self, wanted: bool = True) -> Weights:
-        """The weights as generators take them: an adapter merged in, or the adapter alone. A collective where the model is in parts;
+        """The weights as generators take them whole: an adapter merged in, or the adapter alone. A collective where the model is in parts;
         `wanted` from one rank."""
         with self.ranks.leaving_on_error():
             with SwitchTimer(self.policy.model.device) as timer:
                 sent = self.train_engine.iter_adapter() if self._sends_adapter else self.train_engine.iter_weights()
                 tensors = {name: CarriedTensor.of(weight) for name, weight in sent if wanted}
-            if wanted:
-                self._rollout_metrics.append(timer.switch(self.version, self._count_sent()).metrics())
+            # Where they were lost and are made again, they count once.
+            if wanted and self.version > self._stored_version:
+                num_bytes = self._count_sent()
+                told = timer.switch(self.version, num_bytes).metrics() | {"hybrid/bytes_stored": total(num_bytes)}
+                self._rollout_metrics.append(told)
+                self._stored_version = self.version
             return Weights(self.version, tensors, self._probe.score())
 
     def save(self, path: Path) -> ShardEntry:
@@ -280,6 +333,7 @@ class ActorWorker(GeneratorWorker):
         """Takes up this rank's part of the state that a checkpoint holds, of whichever layout; the weights' addresses stay."""
         tensors, state = load_shards(directory, "actor", self.train_engine.state_layout())
         self._load_state(tensors, state)
+        self._stored_version = -1
 
     def snapshot(self) -> Snapshot:
         """The training state, to be kept outside this process: all of it where the model is whole, else what this rank has to write."""
@@ -305,9 +359,11 @@ class ActorWorker(GeneratorWorker):
             beside.rename(directory)
 
     def close(self) -> None:
-        """Leaves the other ranks, and ends what the engine runs outside this process."""
-        self.ranks.leave()
-        super().close()
+        """Ends what the engine runs outside this process, and leaves the other ranks."""
+        try:
+            super().close()
+        finally:
+            self.ranks.leave()
 
     def _state(self) -> dict[str, Any]:
         return {**self.train_engine.state_json(), "version": self.version, "failed_steps": self._failed_steps}
@@ -365,6 +421,7 @@ class Actor(Generator):
         self._layout = plan_layout(self._parallel_config, self._trainers.size)
         self._is_whole = self._layout.is_whole
         self._has_copy = self._separate is None and not shares_weights(self._layout, spec.rollout)
+        self._keeps_weights = spec.rollout.keeps_weights
         self._copy_is_old = self._has_copy
         self._updates, self._work = spec.updates_per_step, compute_model_work(read_config(spec.model.settings))
         self._snapshot_every, self._num_updates = snapshot_every_steps, 0
@@ -389,12 +446,12 @@ class Actor(Generator):
         return self._score(batch, ActorWorker.reference_log_prob, "reference")
 
     def _score(self, batch: BatchRef, verb: Callable[..., Pieces[Batch]], part: str) -> BatchRef:
-        tokens, temperature = batch.only(TOKENS), self._sampling.temperature
+        tokens, drawn = batch.only(TOKENS), (self._sampling.temperature, self._sampling.shaping)
         if self._is_whole and self._layout.sequence == 1:
-            return add_columns(self._runtime, self._trainers, verb, tokens, part, temperature)
+            return add_columns(self._runtime, self._trainers, verb, tokens, part, *drawn)
         places = [self._layout.coordinates(rank) for rank in range(self._layout.size)]
         shares = [(at.data, not (at.sequence or at.tensor)) for at in places]
-        return add_columns_together(self._runtime, self._trainers, verb, tokens, part, shares, temperature)
+        return add_columns_together(self._runtime, self._trainers, verb, tokens, part, shares, *drawn)
 
     def update(self, objective: Objective) -> MetricsRef:
         """Trains on the objective; later rollouts use the new weights."""
@@ -445,8 +502,23 @@ class Actor(Generator):
     def _publish_weights(self) -> None:
         """Rollouts from here on name the weights as they are after the calls so far, or bring their trainers' copies to these."""
         if self._separate is not None:
-            self._weights = self._from_one(ActorWorker.weights)
+            self._weights = self._send_weights(self._separate)
         self._copy_is_old = self._has_copy
+
+    def _send_weights(self, generators: Group[GeneratorWorker]) -> Ref[Weights]:
+        """Straight to generators that take boxes of them; where not all have got them, they lie in the object store."""
+        ask = self._runtime.ask
+        sent: tuple[Any, Any, Any] = (), (), ()
+        if not self._keeps_weights:
+            trainers = ask(self._trainers, ActorWorker.offer_weights)
+            both = trainers, ask(generators, GeneratorWorker.expect_weights, trainers)
+            ask(self._trainers, ActorWorker.push_weights, *both)
+            sent = (*both, ask(generators, GeneratorWorker.pull_weights, *both))
+        if self._is_whole:
+            return self._runtime.submit_pieces(self._trainers, ActorWorker.publish, 1, sent)[0]
+        wanted = [rank == 0 for rank in range(self._layout.size)]
+        counts, calls = [int(here) for here in wanted], [(sent, here) for here in wanted]
+        return self._runtime.submit_all_pieces(self._trainers, ActorWorker.publish, counts, calls)[0][0]
 
     def _from_one(self, verb: Callable[..., R], *args: Any) -> Ref[R]:
         """Something that one rank makes: any of them where each has the whole model, else the first, while all meet in gathering it."""

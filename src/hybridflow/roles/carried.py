@@ -38,7 +38,10 @@ class CarriedTensor:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """A policy's weights by name, their version, and what their trainer makes of the probe's rows."""
+    """A policy's weights by name, their version, and what their trainer makes of the probe's rows.
+
+    tensors: none where all generators have taken this version already.
+    """
 
     version: int
     tensors: Mapping[str, CarriedTensor]

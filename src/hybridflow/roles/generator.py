@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from hybridflow.batch import Batch
 from hybridflow.roles.carried import Weights
 from hybridflow.roles.engines import RolloutSettings, build_generator, plan_replicas
+from hybridflow.roles.linking import Delivery, LinkEnd, build_receiving_end
 from hybridflow.roles.parts import cut_rollout, name_parts, name_rows
 from hybridflow.roles.policy import ModelSpec
 from hybridflow.roles.probing import ReceivedProbe
+from hybridflow.rollout import NativeEngine
 from hybridflow.runtime.api import Group, Pieces, Runtime, Seat
 from hybridflow.train_engine import Ranks
 from hybridflow.types import BatchRef, ChunkRef, Ref, SamplingParams
+from hybridflow.weights import TornWeightsError
+from hybridflow.weights.link import Member, plan_meeting
+
+Members = tuple[Member | None, ...]
+"""All workers of a group by rank, as they are to the other side of a link."""
 
 _Part = tuple[Batch, tuple[int, ...]]
 """Prompts of one call, and the rows of each chunk that it makes."""
@@ -25,12 +33,14 @@ class GeneratorWorker:
     """
 
     rollout_ranks: Ranks
+    _end: LinkEnd | None
 
     def __init__(self, seat: Seat, model: ModelSpec, rollout: RolloutSettings) -> None:
         # The policy itself is not kept: an engine with weights of its own has no need of it.
         self.rollout_engine, self.rollout_ranks = build_generator(model, rollout, seat)
         self._received, self._keeps_base = ReceivedProbe(), model.adapter is not None
         self._taken_version: int | None = None
+        self._seat, self._end = seat, None
 
     def rollout(
         self, prompts: Batch, sampling: SamplingParams, step: int, sizes: tuple[int, ...], weights: Weights | None
@@ -50,15 +60,47 @@ class GeneratorWorker:
             self.after_rollout()
         return cut_rollout(samples, sizes) if sizes else Pieces((), ())
 
+    def expect_weights(self, trainers: Members) -> Member | None:
+        """Who this worker is to these trainers; None where one of them is not there, or its engine takes no boxes of weights."""
+        if None in trainers or not isinstance(self.rollout_engine, NativeEngine):
+            return None
+        if self._end is None:
+            self._end = build_receiving_end(self._seat, self.rollout_engine)
+        return self._end.describe()
+
+    def pull_weights(self, trainers: Members, generators: Members) -> Delivery | None:
+        """Takes the version that these trainers send to these generators; None where it has not come whole. The next rollout probes it.
+
+        A collective of all of them, where they can meet; a rollout loads weights anew after it, since they may be half of an older version.
+        """
+        meeting = plan_meeting(trainers, generators)
+        if self._end is None or meeting is None:
+            return None
+        self._taken_version = None
+        switch = self._end.pull(meeting)
+        return None if switch is None else Delivery(meeting.key, switch.version)
+
     def _take(self, weights: Weights) -> None:
-        given = ((name, carried.tensor()) for name, carried in weights.tensors.items())
-        if self._keeps_base:
-            self.rollout_engine.load_adapter(weights.version, given)
+        if weights.tensors:
+            self._load(weights)
+        elif self._end is None or not self._end.holds(weights.version):
+            raise TornWeightsError(
+                f"version {weights.version} of the weights was to be here and is not whole; please report it"
+            )
         else:
-            self.rollout_engine.load_weights(weights.version, given)
+            self.rollout_engine.load_weights(weights.version)
         self._received.check(self.rollout_engine, weights.scores, weights.version)
         # After the check: weights that failed it are taken and checked again by the next call.
         self._taken_version = weights.version
+
+    def _load(self, weights: Weights) -> None:
+        """Weights that lie in the object store, over whatever a link has left."""
+        given = ((name, carried.tensor()) for name, carried in weights.tensors.items())
+        with nullcontext() if self._end is None else self._end.filling(weights.version):
+            if self._keeps_base:
+                self.rollout_engine.load_adapter(weights.version, given)
+            else:
+                self.rollout_engine.load_weights(weights.version, given)
 
     def before_rollout(self) -> None:
         """Nothing; what a worker that also trains sees to first. The verb is called as this class's function, so it has no override."""
@@ -67,9 +109,13 @@ class GeneratorWorker:
         """The same, once the samples are there."""
 
     def close(self) -> None:
-        """Ends what the engine runs outside this process, and leaves the ranks that generate with it."""
-        self.rollout_ranks.leave()
-        self.rollout_engine.close()
+        """Ends what the engine runs outside this process, and leaves the ranks that generate with it, or send it weights."""
+        try:
+            if self._end is not None:
+                self._end.close()
+            self.rollout_engine.close()
+        finally:
+            self.rollout_ranks.leave()
 
 
 class Generator:

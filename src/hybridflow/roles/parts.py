@@ -6,13 +6,14 @@ A rollout's chunk has two parts: `tokens` for those that compute, `text` for rew
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any, Concatenate, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridflow.batch import Batch
-from hybridflow.roles.shares import describe_rows
 from hybridflow.runtime.api import Closeable, Group, Pieces, Runtime
 from hybridflow.types import BatchRef, ChunkRef, Ref
 
@@ -28,6 +29,17 @@ CALLS_PER_WORKER = 4
 W = TypeVar("W", bound=Closeable)
 
 
+@dataclass(frozen=True, eq=False)
+class RowDigest:
+    """What the controller may read of a chunk to split it: `RowDigest(group_ids=[7, 7], lengths=[212, 180])`.
+
+    group_ids: [rows] int64. lengths: [rows] int32, tokens of each.
+    """
+
+    group_ids: NDArray[np.int64]
+    lengths: NDArray[np.int32]
+
+
 def cut_rollout(batch: Batch, sizes: Sequence[int]) -> Pieces[Batch]:
     """A rollout's objects, `tokens` and `text` of each chunk in turn; the first with its `RowDigest`.
 
@@ -40,6 +52,11 @@ def cut_rollout(batch: Batch, sizes: Sequence[int]) -> Pieces[Batch]:
         objects += [chunk.select([*scalars, *PER_TOKEN]), chunk.drop(PER_TOKEN)]
         digests += [describe_rows(objects[-2]), None]
     return Pieces(tuple(objects), tuple(digests))
+
+
+def describe_rows(batch: Batch) -> RowDigest:
+    """The digest of a chunk; a copy, which holds no column in memory."""
+    return RowDigest(np.array(batch.numpy("group_id"), np.int64), batch.lengths("tokens").astype(np.int32))
 
 
 def cut_columns(columns: Batch, sizes: Sequence[int]) -> Pieces[Batch]:

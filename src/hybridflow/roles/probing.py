@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from hybridflow.batch import Batch
-from hybridflow.rollout import NativeEngine, RolloutEngine
-from hybridflow.rollout.vllm import VllmEngine
-from hybridflow.rollout.vllm_service import VllmServiceEngine
+from hybridflow.rollout import RolloutEngine
 from hybridflow.train_engine import Ranks, TrainEngine
 from hybridflow.train_engine.logprobs import compute_batch_logprobs
 from hybridflow.types import Metrics, RowState
@@ -102,35 +99,16 @@ class ReceivedProbe:
 
     def check(self, engine: RolloutEngine, scores: ProbeScores, version: int) -> None:
         """Raises ProbeError where the two sides are further apart than rounding explains. An engine that cannot score is not checked."""
-        ours = _score_received(engine, scores.rows)
+        ours = engine.score([row for row in scores.rows if len(row) < engine.longest_row])
         if ours is None:
             return
         theirs = [row for row in scores.logprobs if len(row) < engine.longest_row]
-        tolerance = self._tolerance or choose_tolerance(ours[0], scores.dtype)
-        result = compare(theirs, ours[1], tolerance)
+        tolerance = self._tolerance or choose_tolerance(ours.dtype, scores.dtype)
+        result = compare(theirs, ours.logprobs, tolerance)
         if self._tolerance is None:
             self._tolerance = calibrate(result)
             result = replace(result, tolerance=self._tolerance)
         check_probe(result, version)
-
-
-def _score_received(
-    engine: RolloutEngine, rows: Sequence[Sequence[int]]
-) -> tuple[torch.dtype, list[NDArray[np.float32]]] | None:
-    """In which type the engine computes, and what it makes of those rows that it has room for."""
-    fitting = [row for row in rows if len(row) < engine.longest_row]
-    if isinstance(engine, VllmEngine | VllmServiceEngine):
-        return engine.model.dtype, engine.score(fitting)
-    if isinstance(engine, NativeEngine):
-        scored = compute_batch_logprobs(
-            engine.model,
-            _build_rows(fitting),
-            temperature=1.0,
-            micro_batch_tokens=PROBE_TOKENS,
-            only_masked=False,
-        )
-        return engine.model.dtype, scored
-    return None
 
 
 def _build_rows(rows: Sequence[Sequence[int]]) -> Batch:

@@ -7,7 +7,7 @@ from hybridflow.roles.parts import TOKENS, add_columns, cut_columns
 from hybridflow.roles.policy import ModelSpec, build_policy
 from hybridflow.runtime.api import Pieces, Runtime, Seat
 from hybridflow.train_engine import compute_batch_logprobs
-from hybridflow.types import BatchRef
+from hybridflow.types import BatchRef, SamplingParams, Shaping
 
 
 class ReferenceWorker:
@@ -18,10 +18,10 @@ class ReferenceWorker:
         self.model.module.requires_grad_(False)
         self.micro_batch_tokens = micro_batch_tokens
 
-    def log_prob(self, batch: Batch, sizes: tuple[int, ...], temperature: float) -> Pieces[Batch]:
+    def log_prob(self, batch: Batch, sizes: tuple[int, ...], temperature: float, shaping: Shaping) -> Pieces[Batch]:
         """Column `ref_logprobs` [tokens of the row] float32: of each counted token, 0.0 elsewhere; in chunks of these numbers of rows."""
         logprobs = compute_batch_logprobs(
-            self.model, batch, temperature=temperature, micro_batch_tokens=self.micro_batch_tokens
+            self.model, batch, temperature=temperature, micro_batch_tokens=self.micro_batch_tokens, shaping=shaping
         )
         return cut_columns(Batch.from_columns(ref_logprobs=logprobs), sizes)
 
@@ -30,14 +30,15 @@ class ReferenceWorker:
 
 
 class Reference:
-    """Verbs of the reference policy on the page."""
+    """Verbs of the reference policy on the page. sampling: of what it scores, which has its temperature and shaping."""
 
-    def __init__(self, runtime: Runtime, spec: ModelSpec, *, micro_batch_tokens: int, temperature: float) -> None:
+    def __init__(self, runtime: Runtime, spec: ModelSpec, sampling: SamplingParams, *, micro_batch_tokens: int) -> None:
         self._runtime = runtime
-        self._temperature = temperature
+        self._sampling = sampling
         self._workers = runtime.place("reference", ReferenceWorker, spec, micro_batch_tokens)
 
     def log_prob(self, batch: BatchRef) -> BatchRef:
         """Log-probabilities of the sampled tokens under the reference."""
         tokens, verb = batch.only(TOKENS), ReferenceWorker.log_prob
-        return add_columns(self._runtime, self._workers, verb, tokens, "reference", self._temperature)
+        drawn = (self._sampling.temperature, self._sampling.shaping)
+        return add_columns(self._runtime, self._workers, verb, tokens, "reference", *drawn)

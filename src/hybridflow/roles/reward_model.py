@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class RewardWorker:
         return ScoreSummary(
             num_rows=batch.num_rows,
             num_failed=int(failed.sum()),
-            num_tokens=int(batch.ragged("loss_mask").values.sum()),
+            num_tokens=sum(int(mask.sum()) for mask in batch.arrays("loss_mask")),
             mean=float(np.where(failed, 0.0, rewards).mean()) if batch.num_rows else 0.0,
             first_error=next((reason for reason in reasons if reason), "no reason was given"),
             components=_read_components(batch),
@@ -65,12 +66,13 @@ class RewardWorker:
         batch.to_parquet(path)
 
     def take(self, batch: Batch, rows: Sequence[int]) -> Pieces[Batch]:
-        """These rows alone, and the spread of all (`compute_spread`)."""
-        return Pieces((batch.take(rows), compute_spread(batch)), (None, None))
+        """These rows alone."""
+        return Pieces((batch.take(rows),), (None,))
 
-    def cut(self, batch: Batch) -> Batch:
-        """The rows as a report shows them, of bounded size (`cut_samples`)."""
-        return cut_samples(batch)
+    def cut(self, batch: Batch, rows: Sequence[int], scores: Batch | None) -> tuple[Batch, Batch]:
+        """These rows as a report shows them (`cut_samples`), with scores of theirs, and the spread of all (`compute_spread`)."""
+        samples = batch.take(rows)
+        return cut_samples(samples if scores is None else samples.merge(scores)), compute_spread(batch)
 
     def close(self) -> None:
         """Ends the processes."""
@@ -113,11 +115,14 @@ class RewardModel:
         """Writes the rows as Parquet, beside the worker, to a path that controller and worker share."""
         return self._runtime.submit(self._workers, RewardWorker.write, batch, path)
 
-    def take(self, batch: BatchRef, rows: Sequence[int]) -> tuple[BatchRef, Ref[Batch]]:
-        """These rows alone, with all their columns, and the spread of all rows."""
-        taken, spread = self._runtime.submit_pieces(self._workers, RewardWorker.take, 2, batch, tuple(rows))
-        return BatchRef((ChunkRef({TOKENS: taken}, len(rows)),)), spread
+    def take(self, batch: BatchRef, rows: Sequence[int]) -> BatchRef:
+        """These rows alone, in rising order, as those that compute read them; waits for no chunk behind them."""
+        starts = accumulate((chunk.num_rows for chunk in batch.chunks), initial=0)
+        leading = tuple(chunk for chunk, start in zip(batch.chunks, starts, strict=False) if start <= rows[-1])
+        tokens = BatchRef(leading).only(TOKENS)
+        (taken,) = self._runtime.submit_pieces(self._workers, RewardWorker.take, 1, tokens, tuple(rows))
+        return BatchRef((ChunkRef({TOKENS: taken}, len(rows)),))
 
-    def cut(self, batch: BatchRef) -> Ref[Batch]:
-        """The rows as a report shows them; small enough for the controller."""
-        return self._runtime.submit(self._workers, RewardWorker.cut, batch)
+    def cut(self, batch: BatchRef, rows: Sequence[int], scores: BatchRef | None) -> Ref[tuple[Batch, Batch]]:
+        """These rows as a report shows them, with scores of theirs, and the spread of all; small enough for the controller."""
+        return self._runtime.submit(self._workers, RewardWorker.cut, batch, tuple(rows), scores)

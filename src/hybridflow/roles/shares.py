@@ -13,18 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridflow.batch import Batch
+from hybridflow.roles.parts import RowDigest
 from hybridflow.train_engine import ModelWork, compute_row_costs
-
-
-@dataclass(frozen=True, eq=False)
-class RowDigest:
-    """What the controller may read of a chunk to split it: `RowDigest(group_ids=[7, 7], lengths=[212, 180])`.
-
-    group_ids: [rows] int64. lengths: [rows] int32, tokens of each.
-    """
-
-    group_ids: NDArray[np.int64]
-    lengths: NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -42,11 +32,6 @@ class Share:
 
     chunks: tuple[int, ...]
     update_rows: tuple[int, ...]
-
-
-def describe_rows(batch: Batch) -> RowDigest:
-    """The digest of a chunk; a copy, which holds no column in memory."""
-    return RowDigest(np.array(batch.numpy("group_id"), np.int64), batch.lengths("tokens").astype(np.int32))
 
 
 def plan_shares(digests: Sequence[RowDigest], *, size: int, updates: int, work: ModelWork) -> tuple[Share, ...]:

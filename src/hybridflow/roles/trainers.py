@@ -35,12 +35,7 @@ def check_training(
         _check_adapter(train.lora, train, model)
     on_gpu = (DEVICE_TYPES[kind] if kind else resolve_device(model.device)) != "cpu"
     check_sharing(train.share_prompts, exact=numerics == "exact")
-    if train.liger:
-        if numerics == "exact":
-            raise ConfigError(
-                "train.liger is true, but numerics 'exact' computes norms by kernels of its own; write false, or numerics=fast"
-            )
-        check_liger(read_config(model).model_type, on_gpu=on_gpu)
+    _check_liger(model, train, numerics, on_gpu=on_gpu)
     check_layers(
         train.gradient_checkpointing,
         train.compile,
@@ -53,6 +48,21 @@ def check_training(
     if num_trainers is None:
         return None
     layout = plan_layout(train.parallel_config, num_trainers)
+    _check_layout(layout, train, numerics)
+    return layout
+
+
+def _check_liger(model: ModelSettings, train: TrainSettings, numerics: Numerics, *, on_gpu: bool) -> None:
+    if not train.liger:
+        return
+    if numerics == "exact":
+        raise ConfigError(
+            "train.liger is true, but numerics 'exact' computes norms by kernels of its own; write false, or numerics=fast"
+        )
+    check_liger(read_config(model).model_type, on_gpu=on_gpu)
+
+
+def _check_layout(layout: Layout, train: TrainSettings, numerics: Numerics) -> None:
     if train.offload == "parameters" and layout.shard == 1:
         raise ConfigError(
             "train.offload: 'parameters' keeps shards on the host, and train.parallel_config.shard "
@@ -64,7 +74,6 @@ def check_training(
             "numerics: 'exact' holds where every trainer has the whole model and whole rows, and train.parallel_config splits them; "
             "set its tp, sp and shard to 1, or set numerics=fast"
         )
-    return layout
 
 
 def _check_offload(train: TrainSettings, *, on_gpu: bool) -> None:

@@ -1,9 +1,8 @@
-"""From trainers that share a model to the whole copies that they generate from: layouts of the live engine, and the transports between."""
+"""What trainers send, whole or in parts: layouts of the live engine, and the transports to the copies that they generate from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -36,59 +35,33 @@ class _Factors(NamedTuple):
     transport: CollectiveTransport
 
 
-class WeightSync:
-    """Fills this rank's copy of the model from the parts of all ranks. Every rank has one and calls `push`.
+class TrainedWeights:
+    """This rank's parts of what a training engine sends. Every rank has one.
 
-    engine:    whose weights go out, sharded or split; they keep their addresses, so this is built once.
-    model:     the copy, filled in place: the trained adapter is merged into its weights, or where it has an adapter of its own, only that
-               is filled, and its weights have to be the trained model's base already.
-    timeout_s: bound of each wait.
-    layout:    which box of each weight every rank's copy holds; None: they are whole.
+    engine:    whole, sharded or split; its weights keep their addresses, so this is built once.
+    alone:     sends the tensors of the trained adapter alone; else all weights, the adapter merged into them as they are read.
+    timeout_s: bound of each wait for another trainer.
+    layout:    which box of each tensor every trainer has; `parts` are this one's.
     """
 
-    def __init__(
-        self,
-        engine: TrainEngine,
-        model: LanguageModel,
-        *,
-        timeout_s: float,
-        bucket_bytes: int = BUCKET_BYTES,
-        layout: WeightLayout | None = None,
-    ) -> None:
+    def __init__(self, engine: TrainEngine, *, alone: bool, timeout_s: float, bucket_bytes: int = BUCKET_BYTES) -> None:
         free_gathered(engine.model)
         self._engine, self._timeout_s, self._bucket_bytes = engine, timeout_s, bucket_bytes
-        adapter, copied = adapter_weights(engine.model), adapter_weights(model)
-        if copied:
-            self._factors = None
-            self.target = TargetWeights(copied)
-            self._transport = self._connect(adapter, self._find_masters(adapter), self.target)
-            return
+        adapter = adapter_weights(engine.model)
         live = {plain_name(name): weight for name, weight in engine.model.module.named_parameters()}
-        base = {name: weight for name, weight in live.items() if name not in adapter}
-        self._factors = self._build_factors(adapter)
-        parts = self._build_parts(base)
-        self.target = TargetWeights(dict(model.module.named_parameters()))
-        self._transport = self._connect(base, parts, self.target, layout)
+        sent = adapter if alone else {name: weight for name, weight in live.items() if name not in adapter}
+        self._factors = None if alone else self._build_factors(adapter)
+        self.layout = build_source_layout(sent, engine.mesh.layout)
+        self.parts = self._find_masters(adapter) if alone else self._build_parts(sent)
 
-    @property
-    def plan(self) -> WeightPlan:
-        """Of the base, merged, or of the adapter alone."""
-        return self._transport.plan
-
-    def push(self, version: int) -> Switch:
-        """Brings the copy to this version; a collective. Returns when the trained weights may change again."""
+    def gather_factors(self, version: int) -> Switch | None:
+        """Makes the parts ready to be read; a collective. What it took where an adapter is merged: None where nothing moves."""
         free_gathered(self._engine.model)
-        if self._factors is None:
-            return self._transport.push(version)
         # The small factor of each update is needed whole by every shard of its matrix.
-        first = self._factors.transport.push(version)
-        switch = self._transport.push(version)
-        moved, seconds = first.bytes_moved + switch.bytes_moved, first.seconds + switch.seconds
-        return replace(switch, bytes_moved=moved, seconds=seconds, memory_before=first.memory_before)
+        return None if self._factors is None else self._factors.transport.push(version)
 
     def forget(self) -> None:
         """Takes an older version next, as after a restored snapshot."""
-        self.target.forget()
         if self._factors is not None:
             self._factors.target.forget()
 
@@ -97,13 +70,15 @@ class WeightSync:
         factors = {name: weight for name, weight in adapter.items() if ".lora_A." in name}
         if not factors:
             return None
-        masters = self._find_masters(factors)
         whole = {
             name: torch.empty(weight.shape, dtype=torch.float32, device=local_part(weight).device)
             for name, weight in factors.items()
         }
-        target = TargetWeights(whole)
-        return _Factors(target, self._connect(factors, masters, target))
+        source, target = build_source_layout(factors, self._engine.mesh.layout), TargetWeights(whole)
+        layouts = source, build_layout(shapes_of(whole), {}, torch.float32, source.size)
+        masters = self._find_masters(factors)
+        transport = connect_trainers(self._engine, layouts, masters, target, self._timeout_s, self._bucket_bytes)
+        return _Factors(target, transport)
 
     def _find_masters(self, names: Iterable[str]) -> dict[str, Source]:
         return {name: self._engine.optimizer.weights[name].master for name in names}
@@ -121,29 +96,70 @@ class WeightSync:
             parts[f"{layer}.weight"] = MergedPart(local_part(base[f"{layer}.weight"]), lora_A, lora_B, scale)
         return parts
 
-    def _connect(
+
+class WeightSync:
+    """Fills this rank's copy of the model from the parts of all ranks. Every rank has one and calls `push`.
+
+    model:  the copy, filled in place: the trained adapter is merged into its weights, or where it has an adapter of its own, only that
+            is filled, and its weights have to be the trained model's base already.
+    layout: which box of each weight every rank's copy holds; None: they are whole.
+
+    The rest is that of `TrainedWeights`.
+    """
+
+    def __init__(
         self,
-        weights: Mapping[str, Parameter],
-        parts: Mapping[str, Source],
-        target: TargetWeights,
+        engine: TrainEngine,
+        model: LanguageModel,
+        *,
+        timeout_s: float,
+        bucket_bytes: int = BUCKET_BYTES,
         layout: WeightLayout | None = None,
-    ) -> CollectiveTransport:
-        mesh = self._engine.mesh
-        source = build_source_layout(weights, mesh.layout)
-        dtypes = {name: buffer.dtype for name, buffer in target.buffers.items()}
-        wanted = layout or build_layout(shapes_of(target.buffers), {}, dtypes, mesh.world.size)
-        made = plan_weights(source, wanted, self._bucket_bytes)
-        # The transport sees by itself where one group is all ranks.
-        has_parts = bool(made.groups) and len(made.groups[0]) < mesh.world.size
-        gang = Gang(
-            mesh.world.rank,
-            mesh.world.size,
-            self._engine.model.device,
-            self._timeout_s,
-            group=mesh.world.group,
-            gathering=mesh.world.build_group(made.groups) if has_parts else None,
-        )
-        return CollectiveTransport(made, (source, wanted), gang, parts, target)
+    ) -> None:
+        copied = adapter_weights(model)
+        self._trained = TrainedWeights(engine, alone=bool(copied), timeout_s=timeout_s, bucket_bytes=bucket_bytes)
+        self.target = TargetWeights(copied or dict(model.module.named_parameters()))
+        size = engine.mesh.world.size
+        layouts = self._trained.layout, layout or build_replica_layout(self.target.buffers).repeat(size)
+        self._transport = connect_trainers(engine, layouts, self._trained.parts, self.target, timeout_s, bucket_bytes)
+
+    @property
+    def plan(self) -> WeightPlan:
+        """Of the base, merged, or of the adapter alone."""
+        return self._transport.plan
+
+    def push(self, version: int) -> Switch:
+        """Brings the copy to this version; a collective. Returns when the trained weights may change again."""
+        first = self._trained.gather_factors(version)
+        return self._transport.push(version).after(first)
+
+    def forget(self) -> None:
+        """Takes an older version next, as after a restored snapshot."""
+        self.target.forget()
+        self._trained.forget()
+
+
+def connect_trainers(
+    engine: TrainEngine,
+    layouts: tuple[WeightLayout, WeightLayout],
+    parts: Mapping[str, Source],
+    target: TargetWeights,
+    timeout_s: float,
+    bucket_bytes: int,
+) -> CollectiveTransport:
+    """The transport between the ranks of a training engine, each of which has something to fill. A collective."""
+    world = engine.mesh.world
+    made = plan_weights(*layouts, bucket_bytes)
+    # The transport sees by itself where one group is all ranks.
+    has_parts = bool(made.groups) and len(made.groups[0]) < world.size
+    gathering = world.build_group(made.groups) if has_parts else None
+    gang = Gang(world.rank, world.size, engine.model.device, timeout_s, group=world.group, gathering=gathering)
+    return CollectiveTransport(made, layouts, gang, parts, target)
+
+
+def build_replica_layout(weights: Mapping[str, Tensor]) -> WeightLayout:
+    """Of a rank that holds these whole."""
+    return build_layout(shapes_of(weights), {}, {name: weight.dtype for name, weight in weights.items()}, 1)
 
 
 def build_source_layout(weights: Mapping[str, Parameter], layout: Layout) -> WeightLayout:

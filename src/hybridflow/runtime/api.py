@@ -80,6 +80,7 @@ class Seat:
     device, dtype: what the placement says; None leaves it to the model's own settings.
     rendezvous:    where the ranks of a gang meet (`init_method` of torch.distributed); None where there is one rank, or no gang.
     timeout_s:     bound of every wait for another rank.
+    address:       of the worker's machine, by which workers of other machines reach it.
     """
 
     role: str
@@ -89,13 +90,18 @@ class Seat:
     dtype: str | None = None
     rendezvous: str | None = None
     timeout_s: float = 3600.0
+    address: str = "127.0.0.1"
+
+
+HELD_BY_ASKED = "held by asked"
+"""Digest of an object whose data lies with workers whose answers (`Runtime.ask`) it was made from: with any of them it is lost."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces(Generic[T_co]):
     """What a verb returns whose result is several objects, each fetched by itself.
 
-    digests: for each object the few numbers that the controller may read (lengths, states), or None.
+    digests: for each object the few numbers that the controller may read (lengths, states), `HELD_BY_ASKED`, or None.
     """
 
     objects: tuple[T_co, ...]
@@ -176,6 +182,14 @@ class Runtime(Protocol):
         rows: str = "",
     ) -> tuple[tuple[Ref[R], ...], ...]:
         """As `submit_all`, for a verb of which worker i returns `counts[i]` objects, maybe none."""
+        ...
+
+    def ask(self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any) -> Ref[tuple[R | None, ...]]:
+        """Calls a verb that leaves nothing behind but what can be had again, on every worker that is there; the small answers by rank.
+
+        None for a worker that is not there, dies over it, or has been replaced when the answers are read. It is never made again. In a gang
+        the workers may meet in it: there it waits until all are there.
+        """
         ...
 
     def broadcast(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.observability.phases import current_mark
-from hybridflow.runtime.api import RuntimeSettings, WorkersLostError
+from hybridflow.runtime.api import HELD_BY_ASKED, RuntimeSettings, WorkersLostError
 from hybridflow.runtime.deaths import DeathRegister
 from hybridflow.runtime.host import BUILT, Describe, Failure, HostInfo, Report, Run, Start, encode
 from hybridflow.runtime.placement import DEVICE_TYPES, Placement, Slot
@@ -42,6 +42,7 @@ class Dispatcher:
         self.flying: dict[Any, Attempt] = {}
         self.copying: dict[Any, _Copy] = {}
         self.failed: list[tuple[float, Attempt, Failure]] = []
+        self.outdated: dict[Task, None] = {}
         self.deaths = DeathRegister(settings.recovery)
         self.spans: list[tuple[int, Span]] = []
         self.sent_bytes = self.received_bytes = 0
@@ -83,7 +84,7 @@ class Dispatcher:
         rendezvous = _choose_rendezvous([worker.info for worker in fresh if worker.info]) if group.gang else None
         for worker in fresh:
             kind, indices = (worker.slot.kind, worker.slot.indices) if worker.slot else (None, ())
-            seat = group.seat(worker.rank, rendezvous, self.settings.call_timeout_s)
+            seat = group.seat(worker, rendezvous, self.settings.call_timeout_s)
             bound = kind if self.settings.placement.bind_numa else None
             order = Start(seat, group.build, group.args, group.kwargs, os.getcwd(), bound, indices)
             self._send(Attempt(worker, name="its start"), encode(order), (), 0)
@@ -145,7 +146,10 @@ class Dispatcher:
         return refs
 
     def await_inputs(self, task: Task) -> None:
-        """Counts the inputs that are not there, and asks each to tell when it is."""
+        """Counts the inputs that are not there (any more), and asks each to tell when it is."""
+        for needed in [needed for needed in task.inputs() if needed.is_outdated]:
+            needed.done = False
+            self.outdated[needed] = None
         missing = [needed for needed in task.inputs() if not needed.done]
         task.missing = len(missing)
         for needed in missing:
@@ -165,12 +169,12 @@ class Dispatcher:
                     if task.failure is None:
                         segment.add(task)
                     continue
-                if task.counts and not self._can_meet(task):
+                if (task.counts or (task.asks and group.gang)) and not self._can_meet(task):
                     segment.add(task)
                     return
                 if not task.sent:
                     task.sent, task.past = True, group.past
-                for worker in list(group.workers) if task.counts else [next(iter(group.free))]:
+                for worker in self._choose_workers(task):
                     group.free.pop(worker, None)
                     self._send_task(worker, task)
             if segment.ready or segment.waiting or segment.change is None or not self._send_change(segment.change):
@@ -193,10 +197,25 @@ class Dispatcher:
         group.free.clear()
         return True
 
+    def _choose_workers(self, task: Task) -> list[WorkerProcess]:
+        """Who makes a read: whoever is free, all, or all that are there."""
+        group = task.group
+        if not task.asks:
+            return list(group.workers) if task.counts else [next(iter(group.free))]
+        task.asked = {worker.rank: (worker, worker.handle) for worker in group.workers}
+        there = [worker for worker in group.workers if worker.ready]
+        task.unanswered = set(there)
+        return there
+
+    def unanswered(self, task: Task, worker: WorkerProcess) -> None:
+        """The worker will not answer what all were asked."""
+        task.unanswered.discard(worker)
+        self.finish(task)
+
     def _can_meet(self, task: Task) -> bool:
         """Whether all workers are there for a read in which they meet; like a change, it queues behind what they are at."""
         group = task.group
-        if len(task.counts) != group.size:
+        if task.counts and len(task.counts) != group.size:
             raise WorkersLostError(
                 f"{task.call} was to be made by {len(task.counts)} workers together, and {group.size} are left; start again with fewer"
             )
@@ -204,7 +223,7 @@ class Dispatcher:
 
     def _inputs_are_here(self, task: Task) -> bool:
         """Whether the inputs are (still) there; else the task waits for them again."""
-        if all(needed.done for needed in task.inputs()):
+        if all(needed.done and not needed.is_outdated for needed in task.inputs()):
             return True
         self.await_inputs(task)
         return False
@@ -217,12 +236,13 @@ class Dispatcher:
             order = encode(self._build_run(task, arguments, task.pieces_of(worker)))
             # Where all workers get the same, it is written once.
             task.order = order if task.changes and task.split is None else None
-        self._send(Attempt(worker, task), order, objects, 0 if task.changes else max(task.pieces_of(worker), 1))
+        self._send(Attempt(worker, task), order, objects, 0 if task.tells else max(task.pieces_of(worker), 1))
 
     def _build_run(self, task: Task, arguments: Arguments, pieces: int) -> Run:
         refs = enumerate(arguments.refs)
         inline = {index: ref.handle.task.values() for index, ref in refs if ref.handle.piece is None}
-        return Run(task.call, task.verb, arguments.skeleton, inline, pieces, task.position, task.follows, task.replaces)
+        place = task.position, task.follows, task.replaces
+        return Run(task.call, task.verb, arguments.skeleton, inline, pieces, *place, tells=task.tells)
 
     def _send(self, attempt: Attempt, order: bytes, inputs: Sequence[Any], num_objects: int) -> None:
         worker = attempt.worker
@@ -268,12 +288,14 @@ class Dispatcher:
         if task.done:
             return  # made again on the way to another result; the first one stands
         task.results[worker.rank if task.on_all else 0] = result
+        task.held = task.held or any(isinstance(told, str) and told == HELD_BY_ASKED for told in result.digests)
+        task.unanswered.discard(worker)
         self.finish(task)
 
     def finish(self, task: Task) -> None:
         """Marks the call done once all workers that it was for have answered, and wakes what waited for it."""
         group = task.group
-        if task.on_all and (len(task.results) < group.size or any(w.rank not in task.results for w in group.workers)):
+        if task.unanswered if task.asks else task.on_all and any(w.rank not in task.results for w in group.workers):
             return
         task.done, task.after = True, None
         self.deaths.repeated(task)

@@ -60,6 +60,7 @@ class Run:
     position: of a call that changes state: its place among those of its group. A call that comes twice, or after one that never came,
               is refused. None for a call that only reads.
     resets:   the state afterwards is that of the arguments alone, so this call may stand at any place.
+    tells:    what it returns goes with the report, as that of a change does.
     """
 
     call: Call
@@ -70,11 +71,12 @@ class Run:
     position: int | None = None
     follows: int | None = None
     resets: bool = False
+    tells: bool = False
 
     @property
     def num_objects(self) -> int:
         """Objects that are returned beside the report."""
-        return max(self.pieces, 1) if self.position is None else 0
+        return 0 if self.tells or self.position is not None else max(self.pieces, 1)
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Failure:
 class Report:
     """What the controller learns of one order: never data, only who, how long, and the digests that the verb gave.
 
-    value: what a call that changes state returned, which is small, and must not go with a node after the state has moved on.
+    value: what a call that changes state, or `tells`, returned, which is small, and must not go with a node after the state has moved on.
     """
 
     info: HostInfo | None = None
@@ -194,6 +196,7 @@ class Host:
             return nothing, Report(span=timer.span, failure=_describe_failure(error))
         if order.position is not None:
             self._position = order.position
+        if order.tells or order.position is not None:
             return (), Report(span=timer.span, value=value)
         if order.pieces == 0:
             return (value,), Report(span=timer.span)

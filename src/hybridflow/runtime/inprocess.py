@@ -84,6 +84,10 @@ class InProcessRuntime:
         """See `Runtime.submit_all_pieces`."""
         return (self.submit_pieces(group, verb, counts[0], *args[0], rows=rows),)
 
+    def ask(self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any) -> Ref[tuple[R | None, ...]]:
+        """See `Runtime.ask`."""
+        return self.broadcast(group, verb, *args)
+
     def broadcast(
         self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any, replaces: bool = False
     ) -> Ref[tuple[R, ...]]:

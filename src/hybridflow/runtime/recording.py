@@ -108,6 +108,10 @@ class RecordingRuntime:
         made = self._read(group, verb.__name__, tuple(chain.from_iterable(args)), rows, on="each")
         return tuple(tuple(Ref(made.handle, made.call) for _ in range(count)) for count in counts)
 
+    def ask(self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any) -> Ref[tuple[R | None, ...]]:
+        """See `Runtime.ask`."""
+        return self._read(group, verb.__name__, args, "", on="each")
+
     def broadcast(
         self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any, replaces: bool = False
     ) -> Ref[tuple[R, ...]]:

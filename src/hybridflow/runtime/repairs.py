@@ -80,7 +80,10 @@ class Repairs:
         if worker.handle is not None:
             self._transport.kill(worker.handle)
             worker.handle = None
-        reads = [a.task for a in attempts if a.task is not None and not a.task.changes and not a.task.done]
+        tasks = [a.task for a in attempts if a.task is not None and not a.task.done]
+        for task in [task for task in tasks if task.asks]:
+            dispatcher.unanswered(task, worker)
+        reads = [task for task in tasks if not task.tells]
         for task in reads:
             # Of a read on all workers others may have reported, and they make it again, too.
             task.results = {}
@@ -157,6 +160,12 @@ class Repairs:
 
     # Lost objects.
 
+    def remake_outdated(self) -> None:
+        """Makes what lay with workers that are gone again, now that something needs it."""
+        outdated, self._dispatcher.outdated = self._dispatcher.outdated, {}
+        for task in outdated:
+            self.remake(task)
+
     def remake(self, task: Task, item: Any = None) -> None:
         """Makes a result again that went with the node that kept it, from the state that it was made from. `item`: what was missed."""
         lost = [rank for rank, result in task.results.items() if self._is_lost(result, item)]
@@ -165,7 +174,7 @@ class Repairs:
                 spare, node_id = task.spares.pop(rank)
                 task.results[rank] = Result((spare,), task.results[rank].digests, node_id)
             return
-        task.results, task.done = {}, False
+        task.results, task.done, task.held = {}, False, False
         if task in task.group.taken:
             # It is of a moment that does not come again; an older one, or a newer, has to do.
             task.failure = WorkersLostError(f"the state of {task.group.role} is lost: {task.call} went with its node")
@@ -173,7 +182,7 @@ class Repairs:
             for dependent in dependents:
                 self._dispatcher.fail(dependent, task.failure)
             return
-        _log.warning("the result of %s is lost with its node; it is made again", task.call)
+        _log.warning("the result of %s is lost with what kept it; it is made again", task.call)
         self._repeat(task.group, [task])
 
     def _is_lost(self, result: Result, item: Any) -> bool:

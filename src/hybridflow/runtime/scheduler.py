@@ -87,6 +87,11 @@ class Scheduler:
             for rank, count in enumerate(counts)
         )
 
+    def ask(self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any) -> Ref[tuple[R | None, ...]]:
+        """See `Runtime.ask`."""
+        task = self._dispatcher.enqueue(_own(group), verb, arguments=(Arguments.of(args),), asks=True)
+        return Ref(Output(task, None), task.call)
+
     def broadcast(
         self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any, replaces: bool = False
     ) -> Ref[tuple[R, ...]]:
@@ -229,6 +234,7 @@ class Scheduler:
         if dispatcher.failed:
             self._repairs.judge_failures()
         self._repairs.look()
+        self._repairs.remake_outdated()
         for group in dispatcher.groups:
             dispatcher.dispatch(group)
 

@@ -61,7 +61,9 @@ class Result:
 class Task:
     """One call: on one worker, or on all of its group where it changes their state or they meet in it (`counts`: pieces of each rank).
 
+    held:   what it made lies with workers whose answers it was made from.
     spares: second copies of a snapshot's parts, by rank, and the nodes that keep them.
+    asks:   on every worker that is there; `asked`: these, and their processes, by rank, `unanswered` those who have not answered yet.
     """
 
     seq: int
@@ -88,11 +90,25 @@ class Task:
     dependents: dict[Task, None] = field(default_factory=dict)
     spares: dict[int, tuple[Any, str]] = field(default_factory=dict)
     order: bytes | None = None
+    held: bool = False
+    asks: bool = False
+    asked: dict[int, tuple[WorkerProcess, Any]] = field(default_factory=dict)
+    unanswered: set[WorkerProcess] = field(default_factory=set)
 
     @property
     def on_all(self) -> bool:
         """Whether every worker of the group makes it."""
-        return self.changes or bool(self.counts)
+        return self.changes or self.asks or bool(self.counts)
+
+    @property
+    def tells(self) -> bool:
+        """Whether its results come with the reports, and lie in no store."""
+        return self.changes or self.asks
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether what it made lies with workers of which one has been replaced since."""
+        return self.held and self.done and any(None in needed.values() for needed in self.inputs() if needed.asks)
 
     def pieces_of(self, worker: WorkerProcess) -> int:
         """Pieces that this worker returns."""
@@ -122,8 +138,11 @@ class Task:
         return digests[output.piece or 0] if digests else None
 
     def values(self) -> tuple[Any, ...]:
-        """What a change returned on each worker, by rank."""
-        return tuple(self.results[rank].value for rank in sorted(self.results))
+        """What a change returned on each worker, by rank; of what all were asked None where the process that answered is gone."""
+        if not self.asks:
+            return tuple(self.results[rank].value for rank in sorted(self.results))
+        told = {rank for rank, (worker, handle) in self.asked.items() if worker.handle is handle} & self.results.keys()
+        return tuple(self.results[rank].value if rank in told else None for rank in sorted(self.asked))
 
     def lies_on(self, node_id: str) -> bool:
         """Whether any of its results is kept by this node."""
@@ -256,9 +275,10 @@ class WorkerGroup:
         """Workers in the group."""
         return len(self.workers)
 
-    def seat(self, rank: int, rendezvous: str | None, timeout_s: float) -> Seat:
-        """Where the worker of this rank sits."""
-        return Seat(self.role, rank, self.size, self.device, self.dtype, rendezvous, timeout_s)
+    def seat(self, worker: WorkerProcess, rendezvous: str | None, timeout_s: float) -> Seat:
+        """Where the worker sits."""
+        address = worker.info.address if worker.info else ""
+        return Seat(self.role, worker.rank, self.size, self.device, self.dtype, rendezvous, timeout_s, address)
 
     def enqueue(self, task: Task) -> None:
         """Puts a call behind all others."""

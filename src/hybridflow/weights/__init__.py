@@ -2,18 +2,16 @@
 
 from hybridflow.weights.collective import CollectiveTransport, Gang
 from hybridflow.weights.layout import (
-    FUSED,
     Cut,
     Held,
     LayoutError,
     Placement,
     WeightLayout,
     build_layout,
-    compute_buffer_shapes,
     compute_placement,
-    fuse,
     plan_rollout,
     plan_trainers,
+    read_layout,
     read_tensor_dims,
 )
 from hybridflow.weights.packing import MergedPart, Source
@@ -23,7 +21,6 @@ from hybridflow.weights.transports import BUCKET_BYTES, SameStorage, Switch, Swi
 
 __all__ = [
     "BUCKET_BYTES",
-    "FUSED",
     "CollectiveTransport",
     "Cut",
     "Gang",
@@ -42,10 +39,9 @@ __all__ = [
     "WeightPlan",
     "WeightTransport",
     "build_layout",
-    "compute_buffer_shapes",
     "compute_placement",
-    "fuse",
     "plan_rollout",
     "plan_trainers",
+    "read_layout",
     "read_tensor_dims",
 ]

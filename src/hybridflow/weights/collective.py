@@ -5,10 +5,11 @@ Two staging buffers take turns: while one bucket travels, the one before is unpa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from hybridflow.types import PeerLostError
 from hybridflow.weights.layout import LayoutError, WeightLayout
-from hybridflow.weights.messages import Message, RankBucket, plan_messages
+from hybridflow.weights.messages import RankBucket, plan_messages
 from hybridflow.weights.packing import CopyList, Source, Sources, Targets, find_staged
 from hybridflow.weights.plan import WeightPlan
 from hybridflow.weights.target import TargetWeights, refuse_older
@@ -25,6 +26,8 @@ from hybridflow.weights.transports import Switch, SwitchTimer, wait_for_device
 _NOTHING = -1
 # The same function; newer versions call the old name deprecated.
 _gather_into = dist.all_gather_into_tensor if torch.__version__ < "2.13" else dist.all_gather_single
+
+R = TypeVar("R")
 
 _Flight = list[tuple[dist.Work, tuple[int, ...]]]
 """Transfers under way, and the ranks that each waits for."""
@@ -46,7 +49,8 @@ class Gang:
     """The ranks between which weights travel, numbered as in the plan.
 
     rank, size: this one, and how many.
-    group:      torch's group of them; None is the default one. It has to take tensors of the CPU as well, for versions.
+    group:      torch's group of them, whether it knows of it by name or not; None is the default one. It has to take tensors of the CPU
+                as well, for versions.
     gathering:  the group of this rank's entry of `WeightPlan.groups`, the same ranks ascending; None: boxes travel one by one, but for
                 an entry that is all ranks.
     device:     of the staging buffers.
@@ -87,9 +91,10 @@ class CollectiveTransport:
         self._source_layout, self._target_layout = layouts
         self._sources = Sources(self._source_layout, gang.rank, sources)
         self._connected = False
+        self._group = gang.group or dist.group.WORLD
         group = gang.gathering
         if group is None and plan.groups == (tuple(range(gang.size)),):
-            group = gang.group or dist.group.WORLD
+            group = self._group
         self._gathering = group
         use_gather = bool(plan.groups) and group is not None if gathers is None else gathers
         self._buckets = plan_messages(plan, gang.rank, gathers=use_gather)
@@ -145,11 +150,11 @@ class CollectiveTransport:
 
     def _gather_numbers(self, own: Tensor) -> Tensor:
         """[ranks, numbers] of every rank, through the host."""
-        if self._gang.size == 1:
+        if self._group is None or self._gang.size == 1:
             return own[None]
-        every = [torch.empty_like(own) for _ in range(self._gang.size)]
-        work = dist.all_gather(every, own, group=self._gang.group, async_op=True)
-        self._meet(work, "the versions", self._others(), on_host=True)
+        group, every, others = self._group, [torch.empty_like(own) for _ in range(self._gang.size)], self._others()
+        work = self._attempt(lambda: group.allgather([every], [own]), "the versions", others)
+        self._wait(work, "the versions", others, on_host=True)
         return torch.stack(every)
 
     def _move(self, version: int, buffers: Mapping[str, Tensor]) -> None:
@@ -160,7 +165,9 @@ class CollectiveTransport:
             bound = self._bind(index, buffers)
             bound.pack.run()
             what = f"bucket {index} of {len(self._buckets)} of version {version}"
-            flying.append((what, bound, self._start(bound)))
+            flying.append(
+                (what, bound, self._attempt(functools.partial(self._start, bound), what, _find_peers(bound.bucket)))
+            )
             bound.own.run()
             if len(flying) == 2:
                 self._land(*flying.pop(0))
@@ -170,13 +177,13 @@ class CollectiveTransport:
 
     def _connect(self) -> None:
         """NCCL connects a group at its first call, in which all have to take part; a bucket may leave some out."""
-        if self._gang.device.type == "cuda" and self._gang.size > 1 and not self._connected:
-            dist.all_reduce(torch.zeros(1, device=self._gang.device), group=self._gang.group)
+        if self._gang.device.type == "cuda" and self._group is not None and not self._connected:
+            self._group.allreduce([torch.zeros(1, device=self._gang.device)]).wait()
         self._connected = True
 
     def _land(self, what: str, bound: _Bound, flight: _Flight) -> None:
         for work, peers in flight:
-            self._meet(work, what, peers, on_host=self._gang.device.type != "cuda")
+            self._wait(work, what, peers, on_host=self._gang.device.type != "cuda")
         bound.unpack.run()
 
     def _start(self, bound: _Bound) -> _Flight:
@@ -192,21 +199,21 @@ class CollectiveTransport:
         return [(work, tuple(rank for rank in group if rank != self._gang.rank))]
 
     def _start_messages(self, bound: _Bound) -> _Flight:
-        calls: list[tuple[Callable[..., Any], Message, int]] = [
-            (dist.irecv, message, peer) for message in bound.bucket.receives for peer in message.peers
-        ]
-        calls += [(dist.isend, message, peer) for message in bound.bucket.sends for peer in message.peers]
-        ops = [
-            dist.P2POp(
-                call, bound.staging[message.offset :][: message.num_bytes], group=self._gang.group, group_peer=peer
-            )
-            for call, message, peer in calls
-        ]
-        peers = [(peer,) for _, _, peer in calls]
-        works = dist.batch_isend_irecv(ops) if ops else []
-        # Where all travel as one, nothing tells which of them failed.
-        everyone = tuple(sorted({peer for (peer,) in peers}))
-        return list(zip(works, peers if len(works) == len(peers) else [everyone] * len(works), strict=True))
+        calls = [(False, message, peer) for message in bound.bucket.receives for peer in message.peers]
+        calls += [(True, message, peer) for message in bound.bucket.sends for peer in message.peers]
+        if self._group is None or not calls:
+            return []
+        # On a GPU all travel as one, and nothing tells which of them failed.
+        together = self._gang.device.type == "cuda"
+        if together:
+            self._group._start_coalescing(self._gang.device)
+        flight: _Flight = []
+        for sends, message, peer in calls:
+            move = self._group.send if sends else self._group.recv
+            flight.append((move([bound.staging[message.offset :][: message.num_bytes]], peer, 0), (peer,)))
+        if together:
+            return [(self._group._end_coalescing(self._gang.device), _find_peers(bound.bucket))]
+        return flight
 
     def _take_staging(self) -> None:
         room = max((bucket.num_bytes for bucket in self._buckets), default=0)
@@ -234,16 +241,15 @@ class CollectiveTransport:
     def _others(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self._gang.size) if rank != self._gang.rank)
 
-    def _meet(self, work: dist.Work | None, what: str, peers: tuple[int, ...], *, on_host: bool) -> None:
+    def _wait(self, work: dist.Work, what: str, peers: Sequence[int], *, on_host: bool) -> None:
         """Waits for one transfer. On a GPU it is the device that waits, and the host goes on."""
-        if work is None:
-            return
+        limits = (timedelta(seconds=self._gang.timeout_s),) if on_host else ()
+        self._attempt(lambda: work.wait(*limits), what, peers)
+
+    def _attempt(self, act: Callable[[], R], what: str, peers: Sequence[int]) -> R:
+        """What it returns; PeerLostError where another rank cannot take part."""
         try:
-            if on_host:
-                work.wait(timedelta(seconds=self._gang.timeout_s))
-            else:
-                work.wait()
-            return
+            return act()
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
         # Not inside the handler: the traceback of the cause would hold the connections open, and others would go on waiting.
@@ -252,3 +258,9 @@ class CollectiveTransport:
     def _tell(self, what: str, peers: Sequence[int]) -> str:
         names = f"rank {peers[0]}" if len(peers) == 1 else f"one of ranks {', '.join(map(str, peers))}"
         return f"rank {self._gang.rank} lost {names}, which died, left or did not answer in time, while it waited for {what}"
+
+
+def _find_peers(bucket: RankBucket) -> tuple[int, ...]:
+    """The ranks that this one exchanges anything with."""
+    of_messages = {peer for message in (*bucket.sends, *bucket.receives) for peer in message.peers}
+    return tuple(sorted(of_messages | set(bucket.group)))

@@ -5,8 +5,11 @@ Ranks are numbered over all that take part: trainers, and rollout processes apar
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -18,11 +21,7 @@ from hybridflow.types import Box
 
 VOCABULARY = ("embed_tokens", "lm_head")
 KV_PROJECTIONS = ("k_proj", "v_proj")
-FUSED = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
-"""Joint matrices that rollout engines keep, as `fuse` takes them."""
+_DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 
 Ints = NDArray[np.int64]
 
@@ -63,19 +62,22 @@ class Placement:
         """One rank's."""
         return Box(self.global_shape, tuple(self.offsets[rank].tolist()), tuple(self.shape[rank].tolist()))
 
+    def repeat(self, times: int) -> Placement:
+        """See `WeightLayout.repeat`."""
+        return Placement(self.global_shape, np.tile(self.offsets, (times, 1)), np.tile(self.shape, (times, 1)))
+
+    def among(self, first: int, size: int) -> Placement:
+        """See `WeightLayout.among`."""
+        rows = ((first, size - first - len(self.shape)), (0, 0))
+        return Placement(self.global_shape, np.pad(self.offsets, rows), np.pad(self.shape, rows))
+
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A tensor in a layout: who has which box of it, in which type, and where it lies in whose storage.
-
-    buffer: name of the storage that the box is a part of; with a storage of its own the tensor's name.
-    at:     [ranks, dims] where in that storage the box begins: rows 8 to 11 of a joint matrix are at (8, 0).
-    """
+    """A tensor in a layout: who has which box of it, and in which type."""
 
     placement: Placement
     dtype: torch.dtype
-    buffer: str
-    at: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +95,29 @@ class WeightLayout:
                 f"tensor '{missing[0]}' is not in the layout ({len(missing)} such); give names that it has"
             )
         return WeightLayout(self.size, {name: held for name, held in self.tensors.items() if name in names})
+
+    def repeat(self, times: int) -> WeightLayout:
+        """Of so many replicas, one after the other, what this layout says of one."""
+        held = {name: Held(held.placement.repeat(times), held.dtype) for name, held in self.tensors.items()}
+        return WeightLayout(times * self.size, held)
+
+    def among(self, first: int, size: int) -> WeightLayout:
+        """The same ranks numbered from `first` among `size`, of whom the others hold nothing."""
+        held = {name: Held(held.placement.among(first, size), held.dtype) for name, held in self.tensors.items()}
+        return WeightLayout(size, held)
+
+    def write(self) -> str:
+        """What `read_layout` takes: JSON, compressed, since tensors of a kind are written alike."""
+        tensors = {
+            name: [
+                str(held.dtype),
+                held.placement.global_shape,
+                held.placement.offsets.tolist(),
+                held.placement.shape.tolist(),
+            ]
+            for name, held in self.tensors.items()
+        }
+        return base64.b85encode(zlib.compress(json.dumps({"size": self.size, "tensors": tensors}).encode())).decode()
 
     def compute_bytes(self) -> Ints:
         """[ranks] bytes that each rank holds."""
@@ -131,13 +156,22 @@ def build_layout(
     size: int,
     ranks: Sequence[int] | None = None,
 ) -> WeightLayout:
-    """A layout in which each tensor has a storage of its own; those without cuts are whole on each rank of `ranks`."""
+    """Tensors without cuts are whole on each rank of `ranks`."""
     held = {}
     for name, shape in shapes.items():
         dtype = dtypes if isinstance(dtypes, torch.dtype) else dtypes[name]
-        placement = compute_placement(shape, cuts.get(name, ()), size, ranks)
-        held[name] = Held(placement, dtype, name, np.zeros_like(placement.offsets))
+        held[name] = Held(compute_placement(shape, cuts.get(name, ()), size, ranks), dtype)
     return WeightLayout(size, held)
+
+
+def read_layout(written: str) -> WeightLayout:
+    """What `WeightLayout.write` has written, on another rank."""
+    found = json.loads(zlib.decompress(base64.b85decode(written)))
+    tensors = {}
+    for name, (dtype, global_shape, offsets, shape) in found["tensors"].items():
+        boxes = [np.array(rows, np.int64).reshape(found["size"], len(global_shape)) for rows in (offsets, shape)]
+        tensors[name] = Held(Placement(tuple(global_shape), *boxes), _DTYPES[dtype])
+    return WeightLayout(found["size"], tensors)
 
 
 def read_tensor_dims(
@@ -214,38 +248,3 @@ def plan_rollout(
         else:
             cuts[name] = [Cut(dim, tensor, tuple(at.tolist()))]
     return build_layout(shapes, cuts, dtype, size, ranks)
-
-
-def fuse(layout: WeightLayout, joint: Mapping[str, Sequence[str]] = FUSED) -> WeightLayout:
-    """The same boxes in joint storages, those of each rank one below the other: `{"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}`.
-
-    A storage is named after its first part: `layers.0.mlp.gate_proj.weight` lies in `layers.0.mlp.gate_up_proj.weight`.
-    """
-    tensors = dict(layout.tensors)
-    for whole, parts in joint.items():
-        for first in [name for name in layout.tensors if _rename(name, parts[0], whole) != name]:
-            rows = np.zeros(layout.size, np.int64)
-            for name in (_rename(first, parts[0], part) for part in parts):
-                held = layout.select([name]).tensors[name]
-                at = held.at.copy()
-                at[:, 0] = rows
-                rows = rows + held.placement.shape[:, 0]
-                tensors[name] = replace(held, buffer=_rename(first, parts[0], whole), at=at)
-    return WeightLayout(layout.size, tensors)
-
-
-def _rename(name: str, module: str, other: str) -> str:
-    """The name with one module's path, `mlp.gate_proj`, in place of another's; as it is without it."""
-    return f".{name}".replace(f".{module}.", f".{other}.")[1:]
-
-
-def compute_buffer_shapes(layout: WeightLayout, rank: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of each storage that a rank needs for its boxes, by the storage's name."""
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for held in layout.tensors.values():
-        if not held.placement.counts[rank]:
-            continue
-        ends = tuple((held.at[rank] + held.placement.shape[rank]).tolist())
-        before = found.get(held.buffer, (ends, held.dtype))[0]
-        found[held.buffer] = (tuple(map(max, ends, before)), held.dtype)
-    return found

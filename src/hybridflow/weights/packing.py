@@ -68,9 +68,8 @@ class Targets:
 
     def find(self, piece: Piece) -> Tensor:
         """A view of the storage."""
-        held = self._layout.tensors[piece.tensor]
-        origin = held.placement.offsets[self._rank] - held.at[self._rank]
-        return self._buffers[held.buffer][find_slices(piece, origin.tolist())]
+        origin = self._layout.tensors[piece.tensor].placement.offsets[self._rank]
+        return self._buffers[piece.tensor][find_slices(piece, origin.tolist())]
 
     def find_dtype(self, piece: Piece) -> torch.dtype:
         """In which the piece travels."""

@@ -32,7 +32,7 @@ class TargetWeights:
 
     They are filled in place: after a transfer that breaks off they are torn, and `check_whole` raises until the next has come through.
 
-    buffers: what `compute_buffer_shapes` says of the rank, contiguous or not; the engine reads the same memory.
+    buffers: this rank's box of each tensor, contiguous or not; the engine reads the same memory.
     version: the last that came whole; None: none has yet.
     """
 

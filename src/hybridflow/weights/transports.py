@@ -3,10 +3,12 @@
 same storage   the engine reads the trainer's own weights                           `SameStorage`
 process group  between ranks of one group, colocated or apart (gloo, NCCL)          `collective.CollectiveTransport`
 CUDA IPC       an engine whose workers are another process on the device            `rollout.buckets.export_buffer`
-object store   generators on devices of their own                                   `roles.carried`
+link           generators on devices of their own, in one group with the trainers   `link.Link`, through `collective.CollectiveTransport`
+object store   the same where one of them has died, or their engine takes no boxes  `roles.carried`
 files          an engine in another process without a GPU, or a server              `rollout.buckets.write_weight_files`
 
-The first two answer `WeightTransport`; the others are `RolloutEngine.load_weights` and `load_adapter` of engines with a copy of their own.
+The first two and the link answer `WeightTransport`; the others are `RolloutEngine.load_weights` and `load_adapter` of engines with a copy
+of their own.
 """
 
 from __future__ import annotations
@@ -43,6 +45,13 @@ class Switch:
     memory_before: float
     memory_after: float
     memory_peak: float
+
+    def after(self, first: Switch | None) -> Switch:
+        """Both as one; None: there was nothing before."""
+        if first is None:
+            return self
+        moved, seconds = first.bytes_moved + self.bytes_moved, first.seconds + self.seconds
+        return replace(self, bytes_moved=moved, seconds=seconds, memory_before=first.memory_before)
 
     def metrics(self) -> Metrics:
         """The slowest rank's time, the bytes of all, the fullest rank's memory."""
