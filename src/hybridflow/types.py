@@ -11,7 +11,9 @@ import enum
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import AfterValidator
 
 from hybridflow.config import Field, HybridflowError, settings
 
@@ -38,16 +40,51 @@ LEAST_TEMPERATURE = 1e-6
 """Above 0, which takes the most likely token."""
 
 
+@dataclass(frozen=True)
+class Shaping:
+    """What sampling changes in a distribution beside its temperature, in this order: `Shaping(repetition_penalty=1.1, min_p=0.05)`.
+
+    Fields as in `SamplingParams`; the defaults change nothing.
+    """
+
+    repetition_penalty: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        return self.min_p > 0.0 or self.top_k > 0 or self.top_p < 1.0
+
+
+UNSHAPED = Shaping()
+"""The model's own distribution."""
+
+
+def _check_temperature(value: float) -> float:
+    if 0.0 < value < LEAST_TEMPERATURE:
+        raise ValueError(
+            f"is {value:g}, and logits divided by it would overflow; give {LEAST_TEMPERATURE:g} or more, or 0 for the most likely token"
+        )
+    return value
+
+
 @settings
 class SamplingParams:
     """How tokens are drawn, e.g. `SamplingParams(temperature=0.7, max_new_tokens=256, samples_per_prompt=8)`."""
 
-    temperature: float = Field(default=1.0, ge=0.0)
+    temperature: Annotated[float, AfterValidator(_check_temperature)] = Field(default=1.0, ge=0.0)
     """Divides the logits before the softmax; 0 takes the most likely token."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Keeps the smallest set of tokens whose probability reaches this sum; 1 keeps all."""
     top_k: int = Field(default=0, ge=0)
     """Keeps this many of the most likely tokens; 0 keeps all."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Keeps the tokens whose probability is at least this share of the most likely one's, before `top_k` and `top_p`; 0 keeps all."""
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
+    """Divides the logits of tokens that the row holds already, its prompt included, where they are above 0, and multiplies those
+    below: above 1 repeats less, below 1 more; 1 changes nothing."""
     max_new_tokens: int = Field(default=128, ge=1, lt=2**31)
     """Most tokens of a response; a response cut here has finish reason 'length'."""
     stop_strings: tuple[str, ...] = ()
@@ -62,15 +99,15 @@ class SamplingParams:
     """Key of the draws, together with step, group, sample and position; 0 takes the run's own seed."""
 
     def __post_init__(self) -> None:
-        if 0.0 < self.temperature < LEAST_TEMPERATURE:
-            raise ValueError(
-                f"temperature is {self.temperature:g}, and logits divided by it would overflow; give {LEAST_TEMPERATURE:g} or more, "
-                "or 0 for the most likely token"
-            )
         if "" in self.stop_strings:
             raise ValueError("stop_strings holds an empty string, which every text contains; take it out")
         if any(token_id < 0 for token_id in self.stop_token_ids):
             raise ValueError(f"stop_token_ids holds {min(self.stop_token_ids)}; ids are 0 or more")
+
+    @property
+    def shaping(self) -> Shaping:
+        """What is changed beside the temperature."""
+        return Shaping(self.repetition_penalty, self.min_p, self.top_k, self.top_p)
 
     def keyed_by(self, seed: int) -> SamplingParams:
         """The same with the run's seed, unless it has one of its own."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybridflow.batch import Batch
-from hybridflow.rollout.base import WatchedWeights, check_prompts
+from hybridflow.rollout.base import RowScores, WatchedWeights, check_prompts
 from hybridflow.rollout.native.draws import compute_uniforms
 from hybridflow.rollout.requests import Request, RequestPlan, Sample, build_batch, plan_requests, read_served_model
 from hybridflow.rollout.turns import Turns
@@ -21,6 +22,7 @@ FAULTS = (
     "logprobs before temperature", "top-p before top-k", "greedy draws", "one seed for a group", "seed of the call", "first stop id alone",
     "model's ids in spite of ignore_eos", "stop token dropped", "text not cut", "runs past the context", "raises for a bad prompt",
     "old version", "deaf to abort", "generates asleep", "stale prefixes", "one tensor kept", "head kept", "takes what it gets",
+    "scores a token late", "min-p after top-p", "penalty by the response alone",
 )  # fmt: skip
 
 
@@ -57,6 +59,18 @@ class FakeEngine:
             ]
             batch = batch.drop(["response"]).with_column("response", [self._decode(ids.tolist()) for ids in sampled])
         return batch
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[Sequence[int]]) -> RowScores:
+        scores = []
+        for row in rows:
+            logprobs = self.module(torch.tensor([row])).logits[0].log_softmax(-1)
+            if self._fault != "scores a token late":
+                logprobs = logprobs.roll(1, 0)
+            own = logprobs.gather(1, torch.tensor(row)[:, None])[:, 0].numpy()
+            own[0] = 0.0
+            scores.append(own)
+        return RowScores(scores, torch.float32)
 
     @torch.no_grad()
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
@@ -118,6 +132,7 @@ class FakeEngine:
 
     def _draw(self, plan: RequestPlan, row: _Row, logits: np.ndarray) -> None:
         sampling = plan.sampling
+        logits = self._penalize(logits, row, sampling.repetition_penalty)
         greedy = sampling.temperature == 0 and self._fault != "greedy draws"
         tempered = logits / (sampling.temperature or 1.0)
         if not np.isfinite(logits).all():
@@ -132,7 +147,16 @@ class FakeEngine:
         told = logits if self._fault == "logprobs before temperature" else kept
         row.add(token, float(told[token] - np.logaddexp.reduce(told)), self._find_end(plan, row, token))
 
+    def _penalize(self, logits: np.ndarray, row: _Row, penalty: float) -> np.ndarray:
+        seen = np.unique(row.sampled() if self._fault == "penalty by the response alone" else row.tokens).astype(int)
+        result = logits.copy()
+        result[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+        return result
+
     def _filter(self, logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
+        if self._fault == "min-p after top-p" and sampling.min_p:
+            return cut_min_p(self._filter(logits, replace(sampling, min_p=0.0)), sampling.min_p)
+        logits = cut_min_p(logits, sampling.min_p)
         order = np.argsort(-logits, kind="stable")
         top_k = sampling.top_k or len(order)
         first = order if self._fault == "top-p before top-k" else order[:top_k]
@@ -162,6 +186,11 @@ class FakeEngine:
 
     def _decode(self, tokens: list[int]) -> str:
         return self.model.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def cut_min_p(logits: np.ndarray, min_p: float) -> np.ndarray:
+    """-inf below `min_p` times the greatest probability."""
+    return np.where(np.exp(logits - logits.max()) >= min_p, logits, -np.inf)
 
 
 class _Row:

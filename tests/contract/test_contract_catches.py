@@ -10,8 +10,11 @@ from transformers import AutoTokenizer
 pytestmark = pytest.mark.skipif(not STORIES.is_dir(), reason=MISSING)
 
 CATCHES = {
-    "logprobs before temperature": ("test_logprobs_are_those_of_the_distribution_sampled_from", (0.7, 0, 1.0)),
-    "top-p before top-k": ("test_logprobs_are_those_of_the_distribution_sampled_from", (0.9, 20, 0.7)),
+    "logprobs before temperature": (
+        "test_logprobs_are_those_of_the_distribution_sampled_from",
+        (0.7, 0, 1.0, 0.0, 1.0),
+    ),
+    "top-p before top-k": ("test_logprobs_are_those_of_the_distribution_sampled_from", (0.9, 20, 0.7, 0.0, 1.0)),
     "greedy draws": ("test_temperature_zero_takes_the_most_likely_token",),
     "one seed for a group": ("test_same_key_same_samples_and_other_step_seed_or_sample_another",),
     "seed of the call": ("test_same_key_same_samples_and_other_step_seed_or_sample_another",),
@@ -30,6 +33,12 @@ CATCHES = {
     "one tensor kept": ("test_new_weights_take_the_place_of_every_old_one", np.nan),
     "head kept": ("test_update_after_update_leaves_nothing_of_the_last_one",),
     "takes what it gets": ("test_weights_that_are_not_the_models_are_refused_by_name", "one is missing"),
+    "min-p after top-p": ("test_logprobs_are_those_of_the_distribution_sampled_from", (1.2, 0, 0.8, 0.2, 1.0)),
+    "penalty by the response alone": (
+        "test_logprobs_are_those_of_the_distribution_sampled_from",
+        (1.0, 0, 1.0, 0.0, 1.3),
+    ),
+    "scores a token late": ("test_given_rows_are_scored_as_the_model_scores_them",),
 }
 
 

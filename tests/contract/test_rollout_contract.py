@@ -148,13 +148,22 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def filtered(logits: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
-    """-inf outside top-k, then outside the nucleus of what is left."""
-    order = np.argsort(-logits)[: top_k or None]
+def filtered(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """-inf below a share of the greatest probability, then outside top-k, then outside the nucleus of what is left."""
+    order = np.argsort(-logits)
+    order = order[np.exp(logits[order] - logits.max()) >= min_p][: top_k or None]
     probs = np.exp(log_softmax(logits[order]))
     kept = order[np.cumsum(probs) - probs < top_p]
     result = np.full_like(logits, -np.inf)
     result[kept] = logits[kept]
+    return result
+
+
+def penalized(logits: np.ndarray, history: list[int], penalty: float) -> np.ndarray:
+    """Logits of the tokens that came before, prompt included, divided by the penalty, or multiplied where they are below 0."""
+    result = logits.copy()
+    for token in set(history):
+        result[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
     return result
 
 
@@ -201,16 +210,23 @@ def test_rows_come_group_by_group_with_their_prompts_columns(engine, prompts, to
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.8), (0.9, 20, 0.7)]
-)
-def test_logprobs_are_those_of_the_distribution_sampled_from(engine, prompts, reference, temperature, top_k, top_p):
+    ("temperature", "top_k", "top_p", "min_p", "penalty"),
+    [
+        (1.0, 0, 1.0, 0.0, 1.0), (0.7, 0, 1.0, 0.0, 1.0), (1.3, 5, 1.0, 0.0, 1.0), (1.0, 0, 0.8, 0.0, 1.0), (0.9, 20, 0.7, 0.0, 1.0),
+        (1.2, 0, 1.0, 0.05, 1.0), (1.2, 0, 0.8, 0.2, 1.0), (1.0, 0, 1.0, 0.0, 1.3), (0.8, 30, 0.95, 0.01, 1.15),
+    ],
+)  # fmt: skip
+def test_logprobs_are_those_of_the_distribution_sampled_from(
+    engine, prompts, reference, temperature, top_k, top_p, min_p, penalty
+):
     sampling = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=40, samples_per_prompt=2
-    )
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty, max_new_tokens=40, samples_per_prompt=2
+    )  # fmt: skip
     for row in rows_of(engine.generate(prompts, sampling, step=0)):
-        logits = reference_logits(reference, row["tokens"]) / temperature
+        raw = reference_logits(reference, row["tokens"])
         for t in np.flatnonzero(row["loss_mask"]):
-            expected = log_softmax(filtered(logits[t], top_k, top_p))[row["tokens"][t]]
+            logits = penalized(raw[t], row["tokens"][:t], penalty) / temperature
+            expected = log_softmax(filtered(logits, top_k, top_p, min_p))[row["tokens"][t]]
             assert row["rollout_logprobs"][t] == pytest.approx(expected, abs=TOLERANCE)
 
 
@@ -353,6 +369,19 @@ def test_new_weights_take_the_place_of_every_old_one(changeable, prompts, direct
     other = build_other(directory)
     changeable.load_weights(2, other.named_parameters())
     check_logprobs(changeable.generate(prompts, sampling, step=0), other)
+
+
+def test_given_rows_are_scored_as_the_model_scores_them(engine, tokenizer, reference):
+    rows = [tokenizer(text)["input_ids"] for text in (*TEXTS, "Once upon a time, there was a little cat. " * 5)]
+    rows.append(rows[0][:1])
+    scores = engine.score(rows)
+    if scores is None:
+        pytest.skip("this engine does not tell")
+    assert scores.dtype == torch.float32
+    for row, logprobs in zip(rows, scores.logprobs, strict=True):
+        expected = log_softmax(reference_logits(reference, row))[np.arange(len(row)), row]
+        expected[0] = 0.0
+        np.testing.assert_allclose(logprobs, expected, atol=TOLERANCE)
 
 
 def test_update_after_update_leaves_nothing_of_the_last_one(changeable, prompts, directory):

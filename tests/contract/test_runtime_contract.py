@@ -145,6 +145,16 @@ def test_a_read_on_all_workers_gives_each_its_own_and_collects_by_rank(site: Sit
     assert [reading.value for reading in site.read_all(site.gang)] == [7] * size, "a read is no change"
 
 
+def test_all_workers_answer_what_they_are_asked_after_the_changes_so_far(site: Site) -> None:
+    site.runtime.broadcast(site.group, Counter.add, 5)
+    asked = site.runtime.ask(site.group, Counter.read), site.runtime.ask(site.gang, Counter.read)
+    site.runtime.broadcast(site.group, Counter.add, 2)
+    group, gang = site.runtime.get(asked)
+    assert [(reading.rank, reading.value) for reading in group if reading] == [(rank, 5) for rank in range(len(group))]
+    assert [reading.rank for reading in gang if reading] == list(range(site.gang.size))
+    assert [reading.value for reading in site.read_all(site.group)] == [7] * len(group), "to ask is no change"
+
+
 def test_what_one_worker_of_all_has_made_can_be_read_by_others(site: Site) -> None:
     made = site.runtime.submit_all(site.gang, Counter.make, [(rank + 2,) for rank in range(site.gang.size)])
     doubled = [site.runtime.submit(site.group, Counter.double, ref) for ref in made]

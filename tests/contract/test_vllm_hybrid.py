@@ -253,7 +253,7 @@ def test_an_adapter_alone_reaches_a_server(directories, prompts):
         loss_mask=[(np.arange(len(longest)) > 0).astype(np.uint8)],
         state=[RowState.OK],
     )
-    np.testing.assert_allclose(engine.score([longest])[0], trainer.log_prob(rows, 1.0)[0], atol=TOLERANCE)
+    np.testing.assert_allclose(engine.score([longest]).logprobs[0], trainer.log_prob(rows, 1.0)[0], atol=TOLERANCE)
     models = [model["id"] for model in engine._service.get("/v1/models")["data"]]
     assert len(models) == 2 and engine._loaded in models
 

@@ -177,12 +177,12 @@ def test_prefill_in_chunks_gives_the_same_bits(model):
         assert torch.equal(found, expected[: len(found)]), chunk
 
 
-def generate(model, settings, samples=4, prompts=6, seed=0):
+def generate(model, settings, samples=4, prompts=6, seed=0, **shape):
     rng = np.random.default_rng(0)
     tokens = [rng.integers(3, model.vocab_size, length).astype(np.int32) for length in (5, 70, 33, 300, 2, 32)]
     batch = Batch.from_columns(group_id=list(range(prompts)), prompt_tokens=tokens[:prompts])
     sampling = SamplingParams(
-        max_new_tokens=40, samples_per_prompt=samples, temperature=0.8, seed=seed, ignore_eos=True
+        max_new_tokens=40, samples_per_prompt=samples, temperature=0.8, seed=seed, ignore_eos=True, **shape
     )
     return NativeEngine(model, build_character_tokenizer("0123456789"), settings).generate(batch, sampling, step=0)
 
@@ -197,6 +197,22 @@ def test_the_engine_samples_the_same_bits_under_any_limits_and_they_are_the_trai
     sampled = free.ragged("rollout_logprobs").values.numpy()[mask]
     assert mask.sum() == 6 * 4 * 40 and np.isfinite(sampled).all()
     assert np.array_equal(sampled, np.concatenate(trained)[mask])
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [{"repetition_penalty": 1.3}, {"min_p": 0.05}, {"top_k": 20, "top_p": 0.9, "repetition_penalty": 0.9}],
+    ids=str,
+)
+def test_shaped_samples_have_the_trainers_bits(model, shape):
+    free = generate(model, NativeSettings(kv_cache_tokens=64 * 1024), **shape)
+    limited = generate(
+        model, NativeSettings(kv_cache_tokens=32 * 40, max_sequences=5, prefill_tokens_per_step=48), **shape
+    )
+    assert free.pylist("tokens") == limited.pylist("tokens")
+    shaping = SamplingParams(**shape).shaping
+    scores = compute_batch_logprobs(model, free, temperature=0.8, micro_batch_tokens=512, shaping=shaping)
+    assert np.array_equal(free.ragged("rollout_logprobs").values.numpy(), np.concatenate(scores))
 
 
 @pytest.mark.parametrize("kind", ["small", "qwen2"])

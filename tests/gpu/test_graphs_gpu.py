@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -103,6 +104,12 @@ def test_every_family_decodes_as_it_does_step_by_step(
     [
         SamplingParams(max_new_tokens=60, temperature=0.0, samples_per_prompt=1),
         SamplingParams(max_new_tokens=60, temperature=1.3, samples_per_prompt=4, top_k=20, top_p=0.9),
+        SamplingParams(max_new_tokens=60, temperature=1.2, samples_per_prompt=4, min_p=0.05),
+        SamplingParams(max_new_tokens=60, samples_per_prompt=4, repetition_penalty=1.3),
+        SamplingParams(max_new_tokens=60, temperature=0.0, repetition_penalty=1.5),
+        SamplingParams(
+            max_new_tokens=60, samples_per_prompt=4, repetition_penalty=0.8, min_p=0.02, top_k=50, top_p=0.95
+        ),
         SamplingParams(max_new_tokens=60, samples_per_prompt=4, stop_token_ids=tuple(range(100, 160))),
         SamplingParams(max_new_tokens=60, samples_per_prompt=4, stop_strings=("w12", "w3 w")),
         SamplingParams(max_new_tokens=1, samples_per_prompt=2),
@@ -122,6 +129,26 @@ def test_every_way_of_sampling_and_stopping(
         assert np.mean(same) >= 0.9
     texts = [a == b for a, b in zip(found.pylist("response"), expected.pylist("response"), strict=True)]
     assert np.mean(texts) >= 0.9
+
+
+def test_a_penalty_comes_and_goes_between_calls_and_is_the_trainers(
+    tokenizer: PreTrainedTokenizerFast, prompts: Batch
+) -> None:
+    from hybridflow.train_engine.logprobs import compute_batch_logprobs
+
+    model = build_model()
+    engine = NativeEngine(model, tokenizer, NativeSettings(max_sequences=12))
+    plain = engine.generate(prompts, SAMPLING, step=3)
+    penalised = dataclasses.replace(SAMPLING, repetition_penalty=1.4)
+    for _ in range(2):
+        found = engine.generate(prompts, penalised, step=3)
+        compare(found, build_slow(model, tokenizer).generate(prompts, penalised, step=3))
+        scores = compute_batch_logprobs(
+            model, found, temperature=0.9, micro_batch_tokens=4096, shaping=penalised.shaping
+        )
+        gaps = np.abs(np.concatenate(scores) - np.concatenate(found.arrays("rollout_logprobs")))
+        assert gaps.max() < 1e-3 and sum(map(np.count_nonzero, scores)) > 1000
+        compare(engine.generate(prompts, SAMPLING, step=3), plain)
 
 
 @pytest.mark.parametrize(

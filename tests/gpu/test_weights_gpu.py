@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from processes import Place, run_ranks
+from test_weights_link import ROUTES as LINKS
+from test_weights_link import check_links, follow_links
 from test_weights_transports import ROUTES, check_routes, follow_routes
 from torch import Tensor
 
@@ -24,6 +26,15 @@ def test_every_route_brings_the_bits_of_the_whole_model_through_nccl(size: int, 
     routes = ROUTES[size]
     by_rank = run_ranks(size, follow_routes, list(routes.values()), "cuda", directory=tmp_path, timeout_s=100.0)
     check_routes(routes, by_rank)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_links_to_generators_apart_bring_the_bits_through_nccl(size: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    routes = {name: route for name, route in LINKS.items() if route.num_trainers + route.num_generators == size}
+    by_rank = run_ranks(size, follow_links, list(routes.values()), "cuda", directory=tmp_path, timeout_s=100.0)
+    check_links(routes, by_rank)
 
 
 def build_bucket(fill: float) -> list[tuple[str, Tensor]]:

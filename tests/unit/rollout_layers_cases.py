@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import FOR_KERNELS
 from triton.runtime import interpreter
 
 from hybridflow.models import Packed, Paged, fresh_model
@@ -16,17 +17,7 @@ from hybridflow.rollout.native.kernels import advance
 from hybridflow.rollout.native.layers import FusedLayers, serves
 from hybridflow.rollout.native.plans import StepPlan
 
-CONFIG: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2500,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.3,
-}
+CONFIG = FOR_KERNELS
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},
     "qwen2": {},

@@ -6,6 +6,7 @@ at each run, and no test sleeps.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import random
 import zlib
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from hybridflow.runtime import deaths, dispatcher, repairs, scheduler
-from hybridflow.runtime.api import Pieces, RecoverySettings, RuntimeSettings, Seat
+from hybridflow.runtime.api import HELD_BY_ASKED, Pieces, RecoverySettings, RuntimeSettings, Seat
 from hybridflow.runtime.host import Describe, Host, Run, Start
 from hybridflow.runtime.placement import Placement, PlacementSettings, RolePlacement, Slot
 from hybridflow.runtime.scheduler import Scheduler
@@ -27,6 +28,8 @@ TURN_S = 0.01
 MAX_TURNS = 10_000
 CONTROLLER_NODE = "controller"
 """Where copies go; it is never lost."""
+
+TOKENS = itertools.count()
 
 Answer = bytes | Died | InputLost
 
@@ -53,6 +56,7 @@ class Ledger:
 
     def __init__(self, seat: Seat, start: int = 0) -> None:
         self.seat, self.state = seat, start
+        self.token = next(TOKENS)
 
     def close(self) -> None:
         """Nothing was started."""
@@ -85,6 +89,23 @@ class Ledger:
             raise ValueError(f"worker {self.seat.rank} got what was for {rank}")
         values = tuple(mix("meet", self.state, label, rank, piece, *flat(inputs)) for piece in range(count))
         return Pieces(values, tuple(mix(value) for value in values))
+
+    def token_of(self) -> int:
+        """Of this life of the worker."""
+        return self.token
+
+    def hand(self, label: int, tokens: tuple[int | None, ...]) -> Pieces[tuple[int, tuple[int, ...]]]:
+        """Something that lies with all who were asked for their tokens, or where one is not there with itself."""
+        there = () if None in tokens else tuple(token for token in tokens if token is not None)
+        handed = mix("hand", self.state, label), there
+        return Pieces((handed,), (HELD_BY_ASKED if there else None,))
+
+    def use(self, label: int, handed: tuple[int, tuple[int, ...]]) -> int:
+        """Makes sure that this worker has it."""
+        value, tokens = handed
+        if tokens and self.token not in tokens:
+            raise ValueError(f"what lies with {tokens} is not with {self.token}")
+        return mix("use", self.state, label, value)
 
     def state_of(self) -> int:
         return self.state

@@ -194,10 +194,10 @@ def test_an_import_path_is_resolved() -> None:
     [
         (
             "my_advantages.triple",
-            "is not an import path: write 'package.module:function' or 'path/to/file.py:function'",
+            "algorithm.advantage_function: 'my_advantages.triple' names no function; write pkg.mod:fn or path/to/file.py:fn$",
         ),
         ("no_such_file.py:triple", "there is no file 'no_such_file.py' .seen from .*correct the path"),
-        ("my_advantages:", "is not an import path"),
+        ("my_advantages:", "names no function"),
         ("no_such_module:triple", "cannot be imported .*put its directory on PYTHONPATH"),
         ("needs_more:f", "cannot be imported .*not_installed_anywhere"),
         ("my_advantages:tripel", "has no 'tripel'; did you mean 'triple'"),

@@ -102,9 +102,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([*RL, "reward.function=rewards.py:X"], "reward.function: it is int, not a function; correct '"),
         ([*RL, "reward.function=torn.py:good"], "reward.function: it cannot be loaded: SyntaxError: "),
         ([*RL, "reward.function=rewards.py:asks"], "reward.function: its parameter 'gold' is no column; the columns are "),
+        (
+            [*RL[:3], "reward={route_by: answer, components: {a: {function: exact_match, values: [x, 2]}}}"],
+            "reward.route_by: no component is for rows with answer='1', only for x, 2; name the value in the `values` of one",
+        ),
         ([*RL, "evaluation.data.files=[nowhere.jsonl]"], "evaluation.data.files: 'nowhere.jsonl' names no file"),
         ([*SFT, "evaluation.data.files=[few.jsonl]"], "reward.function: evaluation.data is given, and nothing says what"),
-        ([*RL, "sampling.top_p=0.9"], "sampling.top_p=0.9, sampling.top_k=0: training samples come from the whole"),
+        ([*RL, "sampling.top_p=0.9"], "sampling.top_p=0.9: rounding decides which tokens are kept"),
+        ([*RL, "sampling.min_p=0.05", "sampling.top_k=5"], "sampling.min_p=0.05, sampling.top_k=5: rounding decides which"),
+        ([*RL, "sampling.min_p=1.5"], "sampling.min_p is 1.5 and must be less than or equal to 1; "),
+        ([*RL, "sampling.repetition_penalty=0"], "sampling.repetition_penalty is 0 and must be greater than or equal to 0.01; "),
+        ([*RL, "sampling.repetition_penalty=1e9"], "sampling.repetition_penalty is 1000000000.0 and must be less than or equal to 100; "),
         ([*RL, "updates_per_step=64"], "updates_per_step: 64 is more than prompts_per_step=32; "),
         (
             [*RL, "steps=99999999999999999999"],

@@ -35,12 +35,13 @@ dtype words auto float32 bfloat16 float64; trust_remote_code flag
 """
 DATA = """
 files texts+; format words auto text chat; prompt_column text; response_column text; messages_column text; rename textmap
-template_arguments map; trained_turns words all last; max_tokens int [2,inf)?; on_long_row words drop truncate error
+template_arguments map; trained_turns words all last marked; max_tokens int [2,inf)?; on_long_row words drop truncate error
+truncation_side words auto left right; min_tokens int [1,inf)?; keep_where map; keep_function text?; deduplicate_by texts
 on_bad_row words error skip; shuffle flag; epochs int [1,inf)?
 """
 SAMPLING = """
-temperature real [0.01,inf)|0; top_p real (0,1]; top_k int [0,inf); max_new_tokens int [1,2147483648); stop_strings filled
-stop_token_ids ids; ignore_eos flag; samples_per_prompt int [1,inf); seed seed
+temperature real [0.01,inf)|0; top_p real (0,1]; top_k int [0,inf); min_p real [0,1]; repetition_penalty real [0.01,100]
+max_new_tokens int [1,2147483648); stop_strings filled; stop_token_ids ids; ignore_eos flag; samples_per_prompt int [1,inf); seed seed
 """
 NATIVE = """
 kv_cache_tokens int [32,inf)?; kv_memory_fraction real (0,1]; max_sequences int [1,inf); cuda_graphs flag

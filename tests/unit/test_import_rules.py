@@ -50,6 +50,28 @@ def test_the_import_rules_hold(copy: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_reward_worker_works_without_the_engines() -> None:
+    """Whose imports would take most of its start, and a gigabyte for nothing."""
+    code = """
+import sys
+from hybridflow.batch import Batch
+from hybridflow.rewards import RewardSettings
+from hybridflow.roles.reward_model import RewardWorker
+from hybridflow.runtime.api import Seat
+worker = RewardWorker(Seat("reward"), RewardSettings(function="exact_match", workers=1), None)
+batch = Batch.from_columns(tokens=[[5, 6]], loss_mask=[[0, 1]], response=["4"], answer=["4"], state=[0], rollout_error=[None])
+(scores,) = worker.score(batch, (1,)).objects
+scored = batch.merge(scores)
+told = worker.summarize(scored)
+samples, spread = worker.cut(worker.take(scored, [0]).objects[0], [0], None)
+worker.close()
+print(told.mean, told.num_tokens, samples.num_rows, spread.pylist("length"), {"torch", "transformers"} & set(sys.modules))
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "1.0 1 1 [1] set()\n", done.stderr
+
+
 def test_every_import_rule_notices_a_violation(copy: Path) -> None:
     for file, (line, _) in PLANTED.items():
         path = copy / "src" / "hybridflow" / file

@@ -14,6 +14,7 @@ from hybridflow.flow.commands import run_rl, run_sft
 from hybridflow.flow.quickstart import write_sums
 from hybridflow.flow.rl_job import RLConfig
 from hybridflow.flow.sft_job import SFTConfig
+from hybridflow.observability.report.names import NAMES
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -28,18 +29,33 @@ WRITTEN = re.compile(rf'"((?:{"|".join(GROUPS)})/[a-z_0-9]+)"')
 """Names that the source writes out."""
 MADE = {
     *(f"rows/{state}" for state in ("ok", "empty", "failed", "rejected")),
-    *(f"data/rows_{kind}" for kind in ("dropped", "truncated", "skipped")),
+    *(
+        f"data/rows_{kind}"
+        for kind in ("dropped", "truncated", "short", "skipped", "unmatched", "filtered", "duplicate")
+    ),
     *(f"policy/clip_fraction_{side}" for side in ("low", "high", "dual")),
 }
 """Names that the source puts together."""
 
 
 @pytest.fixture(scope="module")
-def told() -> list[str]:
-    """The names of the tables' first column, such as `train/lr` and `time/<phase>_s`."""
-    rows = [line for line in (ROOT / "docs" / "metrics.md").read_text().splitlines() if line.startswith("| `")]
-    assert all(len(row.split("|")) == 5 and row.split("|")[3].strip() for row in rows)
-    return [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+def units() -> dict[str, str]:
+    """By name of the tables' first column, such as `train/lr` and `time/<phase>_s`, the unit; '' for a pure number."""
+    rows = [
+        line.split("|") for line in (ROOT / "docs" / "metrics.md").read_text().splitlines() if line.startswith("| `")
+    ]
+    assert all(len(row) == 5 and row[3].strip() for row in rows)
+    found: dict[str, str] = {}
+    for _, cell, unit, *_ in rows:
+        names, of_each = re.findall(r"`([^`]+)`", cell), unit.strip().split(", ")
+        assert len(of_each) in (1, len(names)) and not found.keys() & set(names)
+        found |= dict(zip(names, of_each if len(of_each) > 1 else of_each * len(names), strict=True))
+    return found
+
+
+@pytest.fixture(scope="module")
+def told(units: dict[str, str]) -> list[str]:
+    return list(units)
 
 
 def is_told(name: str, told: list[str]) -> bool:
@@ -54,7 +70,12 @@ def test_every_name_in_the_source_is_told_and_every_name_told_is_in_the_source(t
     written = {name for path in files for name in WRITTEN.findall(path.read_text())} - {"reward/accuracy"}
     assert sorted(name for name in written | MADE if not is_told(name, told)) == []
     assert sorted(name for name in told if "<" not in name and name not in written | MADE) == []
-    assert len(told) == len(set(told)) > 50
+    assert len(told) > 50
+
+
+def test_the_report_calls_a_metric_what_the_tables_do(units: dict[str, str]) -> None:
+    shown = {name: known.unit.replace("/", " a ") for name, known in NAMES.items()}
+    assert shown == {name: unit.replace("/", " a ") for name, unit in units.items() if "<" not in name}
 
 
 def words(tmp_path: Path, *more: str) -> list[str]:

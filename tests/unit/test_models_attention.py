@@ -7,20 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import SMALL_LLAMA
 from transformers import AutoModelForCausalLM
 
 from hybridflow.models import Packed, PagedKVCache, fresh_model
 from hybridflow.models.attention_padded import RowPadding, plan_buckets
 
-CONFIG = dict(
-    model_type="llama",
-    vocab_size=32,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-)
+CONFIG = SMALL_LLAMA
 ROW = (torch.arange(5), torch.arange(5), Packed(torch.tensor([0, 5], dtype=torch.int32), 5))
 
 

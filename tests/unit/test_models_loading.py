@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import SMALL_LLAMA
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
@@ -13,15 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from hybridflow.models import Packed, compute_logits, fresh_model, load_model, load_tokenizer, save_model
 from hybridflow.models.families import UnsupportedModelError
 
-CONFIG = dict(
-    model_type="llama",
-    vocab_size=32,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-)
+CONFIG = SMALL_LLAMA
 DATA = Path(os.environ.get("HYBRIDFLOW_DATA", Path(__file__).parents[3] / "shared" / "data"))
 ROW = (torch.arange(5), torch.arange(5), Packed(torch.tensor([0, 5], dtype=torch.int32), 5))
 

@@ -14,6 +14,7 @@ import torch
 from hybridflow.cli.main import main
 from hybridflow.config import ConfigError, load_config
 from hybridflow.flow.commands import run_rl
+from hybridflow.flow.kept_samples import KeptSamples
 from hybridflow.flow.plan import Plan, describe_slots, format_plan, plan_rl, plan_sft
 from hybridflow.flow.quickstart import write_sums
 from hybridflow.flow.rl_job import RLConfig
@@ -152,6 +153,7 @@ def test_the_page_in_one_process(task: Path) -> None:
     assert format_plan(plan, graph=False) == (
         "rl\n"
         f"  run          {task / 'runs'}/quickstart/first\n"
+        "  data         40 rows\n"
         "  steps        9, or until an evaluation reaches 0.9\n"
         "  a step       6 prompts × 4 samples = 24 rows, 2 updates\n"
         "  engine       native: on a CPU it uses the trainer's own weights, and nothing else is faster\n"
@@ -187,17 +189,21 @@ def test_the_page_on_trainers_and_generators_apart(task: Path) -> None:
     )
     assert calls_of(plan) == (
         "phase rollout\n"
-        "  1  rollout.rollout ×3     24 rows  any of 3\n"
+        "   1  rollout.rollout ×3      24 rows  any of 3\n"
         "phase score\n"
-        "  2  reward.score ×3        24 rows             reads 1 rollout.rollout\n"
-        "  3  reference.log_prob ×3  24 rows  any of 2   reads 1 rollout.rollout\n"
+        "   2  reward.score ×3         24 rows             reads 1 rollout.rollout\n"
+        "   3  reference.log_prob ×3   24 rows  any of 2   reads 1 rollout.rollout\n"
         "phase update\n"
-        "  4  actor.update           24 rows  each of 2  reads 1 rollout.rollout, 2 reward.score, 3 reference.log_prob\n"
-        "  5  actor.snapshot                  any of 2   after 4 actor.update\n"
-        "  6  actor.weights                   any of 2   after 4 actor.update\n"
+        "   4  actor.update            24 rows  each of 2  reads 1 rollout.rollout, 2 reward.score, 3 reference.log_prob\n"
+        "   5  actor.snapshot                   any of 2   after 4 actor.update\n"
+        "   6  actor.offer_weights              each of 2  after 4 actor.update\n"
+        "   7  rollout.expect_weights           each of 3  reads 6 actor.offer_weights\n"
+        "   8  actor.push_weights               each of 2  reads 6 actor.offer_weights, 7 rollout.expect_weights\n"
+        "   9  rollout.pull_weights             each of 3  reads 6 actor.offer_weights, 7 rollout.expect_weights\n"
+        "  10  actor.publish                    any of 2   reads 6 actor.offer_weights, 7 rollout.expect_weights, 9 rollout.pull_weights\n"
         "next step\n"
-        "     rollout.rollout ×3     24 rows  any of 3   reads 6 actor.weights\n"
-        "     actor.update           24 rows  each of 2  after 5 actor.snapshot\n"
+        "      rollout.rollout ×3      24 rows  any of 3   reads 10 actor.publish\n"
+        "      actor.update            24 rows  each of 2  after 5 actor.snapshot, 8 actor.push_weights\n"
     )
 
 
@@ -222,6 +228,32 @@ def test_trainers_that_share_a_model(task: Path) -> None:
         "next step\n"
         "     actor.refresh              each of 4  after 6 actor.snapshot\n"
     )
+
+
+def test_shaped_samples_need_trainers_with_the_whole_vocabulary(task: Path) -> None:
+    placed = (*ON_RAY, '+runtime.placement.device_map={actor: "cpu:0-3"}', "+sampling.repetition_penalty=1.2")
+    assert plan_of_rl(task, *placed).facts["layout"].startswith("data 4")
+    told = r"^sampling.repetition_penalty=1.2: the trainer needs .* train.parallel_config.tp=2 splits the vocabulary; set tp to 1"
+    with pytest.raises(ConfigError, match=told):
+        plan_of_rl(task, *placed, "+train.parallel_config={tensor_parallel_size: 2, shard: 0}")
+
+
+def test_what_the_report_keeps_is_scored_before_the_update_and_waits_for_no_reward(
+    task: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KeptSamples, "_plan", lambda self, step, batch, *, is_last: [0, 1, 4, 5])
+    graph = plan_of_rl(task, "steps=1").graph
+    called = {node.key: f"{node.phase} {node.role}.{node.verb}" for node in graph.nodes}
+    rows = {called[node.key]: node.num_rows for node in graph.nodes}
+    assert rows["report actor.log_prob"] == 4 and rows["score reward.score"] == 24
+    assert {(called[edge.source], called[edge.target], edge.kind) for edge in graph.edges} == {
+        ("rollout actor.rollout", "report reward.take", "data"),
+        ("report reward.take", "report actor.log_prob", "data"),
+        ("rollout actor.rollout", "score reward.score", "data"),
+        ("rollout actor.rollout", "update actor.update", "data"),
+        ("score reward.score", "update actor.update", "data"),
+        ("report actor.log_prob", "update actor.update", "order"),
+    }
 
 
 def test_a_run_of_one_step_has_no_next(task: Path) -> None:

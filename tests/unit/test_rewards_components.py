@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import re
@@ -200,6 +201,24 @@ def test_an_async_function_may_take_batches() -> None:
         assert pool.score(rows("1", "2")).pylist("reward") == [2.0, 4.0]
 
 
+def test_a_notebook_whose_cells_run_in_a_loop_scores_inline_by_async_functions_too() -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def reward(response: str) -> float:
+        await asyncio.sleep(0)
+        loops.append(asyncio.get_running_loop())
+        return float(len(response))
+
+    async def cell() -> tuple[list[list[float]], asyncio.AbstractEventLoop]:
+        with RewardPool(RewardSettings(inline=True), reward) as pool:
+            return [pool.score(rows("a", "bb")).pylist("reward") for _ in range(2)], asyncio.get_running_loop()
+
+    scored, own = asyncio.run(cell())
+    assert scored == [[1.0, 2.0]] * 2
+    # One loop for all calls, so that the function can keep connections.
+    assert len(loops) == 4 and len(set(loops)) == 1 and loops[0] is not own and loops[0].is_closed()
+
+
 def test_rows_that_are_not_ok_go_to_no_component() -> None:
     batch = rows("a", "b", "c", state=[int(RowState.OK), int(RowState.FAILED), int(RowState.OK)])
     result = combine(batch, {"all": {"function": BATCH, "per": "batch"}})
@@ -316,6 +335,25 @@ def test_the_columns_of_all_are_told_and_the_one_that_routes() -> None:
     assert check_reward(settings, columns=("answer", "kind")) == {"response", "answer", "kind"}
     with pytest.raises(ConfigError, match="is 'right, form' while a function was passed as well"):
         check_reward(settings, lambda response: 1.0)
+
+
+def test_a_value_of_the_data_that_no_component_is_for_is_told_before_anything_starts() -> None:
+    settings = load_rewards(
+        {
+            "components": {
+                "a": {"function": f"{CASES}:gone", "values": ["x", 2]},
+                "b": {"function": f"{CASES}:gone", "values": [2]},
+            },
+            "route_by": "kind",
+        }
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_reward(settings, columns=("kind",), routes=["x", 2, None])
+    assert str(caught.value) == (
+        "reward.route_by: no component is for rows with kind='None', only for x, 2; name the value in the `values` of one"
+    )
+    with pytest.raises(ConfigError, match=r"reward.components.a.function: it cannot be loaded"):
+        check_reward(settings, columns=("kind",), routes=["x", 2])
 
 
 def test_the_source_of_each_is_recorded() -> None:

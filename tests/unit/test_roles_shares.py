@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hybridflow.batch import Batch
-from hybridflow.roles.shares import RowDigest, Share, describe_rows, plan_shares, plan_updates, split_rows
+from hybridflow.roles.parts import RowDigest, describe_rows
+from hybridflow.roles.shares import Share, plan_shares, plan_updates, split_rows
 from hybridflow.train_engine import ModelWork, compute_row_costs
 
 WORK = ModelWork(matrices=12 * 16 * 16 * 2, attention=2 * 16, windows=(None, None))

@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
+from tiny_models import SAMPLED, build_letters, draw_prompts
 from transformers import PreTrainedTokenizerFast
 
 from hybridflow.batch import Batch
@@ -11,21 +11,8 @@ from hybridflow.models import Packed, compute_logprobs, fresh_model, predicted_p
 from hybridflow.rollout import NativeEngine, NativeSettings
 from hybridflow.types import RowState, SamplingParams
 
-VOCAB = 29
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 160,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.3,
-    "eos_token_id": 2,
-}
+VOCAB = SAMPLED["vocab_size"]
+CONFIG = SAMPLED
 # Around the borders of the cache's blocks of 32 tokens, which responses of 8 tokens cross.
 LENGTHS = [5, 70, 33, 58, 1, 32]
 SAMPLING = SamplingParams(max_new_tokens=8, samples_per_prompt=3, temperature=0.9, seed=5)
@@ -33,10 +20,7 @@ SAMPLING = SamplingParams(max_new_tokens=8, samples_per_prompt=3, temperature=0.
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    pieces = ["<pad>", "<unk>", "</s>"] + [chr(ord("a") + i) for i in range(VOCAB - 3)]
-    backend = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>", pad_token="<pad>")
+    return build_letters()
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +36,7 @@ def own_model():
 
 @pytest.fixture(scope="module")
 def prompts() -> Batch:
-    rng = np.random.default_rng(0)
-    tokens = [rng.integers(3, VOCAB, length).astype(np.int32) for length in LENGTHS]
-    return Batch.from_columns(group_id=[40 + i for i in range(len(LENGTHS))], prompt_tokens=tokens)
+    return draw_prompts(LENGTHS)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import SMALL
 
 from hybridflow.models import fresh_model
 from hybridflow.models.lora import LoraSettings, apply_lora
@@ -13,15 +14,7 @@ from hybridflow.rollout.native.graphs import round_seats
 from hybridflow.rollout.native.layers import join_parameters, serves
 
 HERE = Path(__file__).parent
-CONFIG = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+CONFIG = SMALL | {"max_position_embeddings": 64}
 
 
 @pytest.mark.slow

@@ -8,9 +8,12 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from hybridflow.batch import Batch
+from hybridflow.config import ConfigError
+from hybridflow.rollout import sglang
 from hybridflow.rollout.base import WatchedWeights, WeightsError
 from hybridflow.rollout.buckets import iter_buckets, pack, unpack, write_weight_files
 from hybridflow.rollout.requests import Sample, ServedModel, build_batch, plan_requests
+from hybridflow.rollout.vllm_service import build_body
 from hybridflow.types import RowState, SamplingParams
 
 
@@ -42,6 +45,21 @@ def test_stops_are_all_there_for_an_engine_that_knows_none(model):
     stops = plan_requests(prompts_of([3]), sampling, 0, model).stops
     assert (stops.ids, stops.strings) == ([2, 7], ("ab",))
     assert plan_requests(prompts_of([3]), SamplingParams(stop_token_ids=(7,)), 0, model).stops.ids == [2, 7]
+
+
+def test_every_way_of_sampling_reaches_an_engine_or_is_refused(model):
+    sampling = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, stop_strings=("ab",))
+    asked = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "stop": ["ab"], "ignore_eos": True}
+    plan = plan_requests(prompts_of([3]), sampling, 0, model)
+    body, params = build_body(plan, plan.requests[0]), sglang.build_params(plan, plan.requests[0])
+    assert {name: body[name] for name in asked} == asked and body["repetition_penalty"] == 1.0
+    assert {name: params[name] for name in asked} == asked
+    plan = plan_requests(prompts_of([3]), SamplingParams(repetition_penalty=1.2), 0, model)
+    assert build_body(plan, plan.requests[0])["repetition_penalty"] == 1.2
+    with pytest.raises(
+        ConfigError, match=r"repetition_penalty is 1.2, and SGLang .* set it to 1, or rollout.engine=native"
+    ):
+        sglang.build_params(plan, plan.requests[0])
 
 
 def test_answers_become_rows_and_each_failure_says_why(model):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import SMALL
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
@@ -30,16 +31,11 @@ from hybridflow.train_engine.segments import (
     build_segments,
     find_groups,
 )
-from hybridflow.types import RowState
+from hybridflow.types import RowState, Shaping
 
 VOCAB = 40
-CONFIG: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
+CONFIG = SMALL | {
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 128,
     "tie_word_embeddings": True,
     "initializer_range": 0.15,
@@ -89,6 +85,7 @@ def build_engine(family: str, *, share: bool, budget: int = 4096, **more: Any) -
 LOSSES = {
     "sft": SFTLoss(),
     "policy": PolicyLoss(kl_coefficient=0.2, entropy_coefficient=0.1, normalization="sequence_mean", temperature=0.7),
+    "penalised": PolicyLoss(temperature=0.7, shaping=Shaping(repetition_penalty=1.3)),
 }
 
 
@@ -106,7 +103,9 @@ def norms_in_their_type(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("norms_in_their_type")
 @pytest.mark.parametrize("budget", [4096, 50, 1])
-@pytest.mark.parametrize(("family", "loss"), [*((family, "policy") for family in FAMILIES), ("qwen3", "sft")])
+@pytest.mark.parametrize(
+    ("family", "loss"), [*((family, "policy") for family in FAMILIES), ("qwen3", "sft"), ("qwen3", "penalised")]
+)
 def test_gradients_and_metrics_are_those_of_rows_by_themselves(family: str, loss: str, budget: int) -> None:
     rows = build_rows()
     found = []

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import SMALL
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -31,21 +32,10 @@ from hybridflow.train_engine import (
 )
 from hybridflow.train_engine.mesh import Axis
 from hybridflow.train_engine.tensor_parallel import apply_tensor_parallel
-from hybridflow.types import Reduce, RowState
+from hybridflow.types import UNSHAPED, Reduce, RowState, Shaping
 
 VOCAB = 40
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen3",
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
+CONFIG = SMALL | {"model_type": "qwen3", "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True}
 LENGTHS = [3, 17, 9, 2, 30, 12, 5, 8]
 SPLITS = {"one": 1000, "three": 35, "per row": 1}
 LOSSES = {
@@ -145,6 +135,7 @@ class ProbeLoss:
     needs_entropy: bool = False
     normalization: Normalization = "token_mean"
     temperature: float = 1.0
+    shaping: Shaping = UNSHAPED
     own_mask: bool = False
     seen: list[tuple[Tensor, Mapping[str, Tensor]]] = field(default_factory=list)
 

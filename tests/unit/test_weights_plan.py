@@ -21,11 +21,10 @@ from hybridflow.weights.layout import (
     Placement,
     WeightLayout,
     build_layout,
-    compute_buffer_shapes,
     compute_placement,
-    fuse,
     plan_rollout,
     plan_trainers,
+    read_layout,
     read_tensor_dims,
 )
 from hybridflow.weights.messages import Piece, plan_messages
@@ -91,8 +90,7 @@ def draw_irregular(rng: Rng) -> tuple[WeightLayout, WeightLayout]:
     def hold(draw: Callable[[Rng, tuple[int, ...], int], Placement]) -> WeightLayout:
         tensors = {}
         for name, shape in shapes.items():
-            placement = draw(rng, shape, size)
-            tensors[name] = Held(placement, dtype, name, np.zeros_like(placement.offsets))
+            tensors[name] = Held(draw(rng, shape, size), dtype)
         return WeightLayout(size, tensors)
 
     return hold(draw_grid), hold(draw_boxes)
@@ -358,20 +356,18 @@ def test_fewer_kv_heads_than_ranks_lie_on_several_of_them() -> None:
     assert layout.tensors["model.layers.1.self_attn.q_proj.weight"].placement.box(3).offsets == (6, 0)
 
 
-def test_joint_storages_hold_their_parts_one_below_the_other() -> None:
-    split = plan_rollout(SMALL, read_dims(SMALL), ranks=range(2), size=2, tensor=2)
-    joint = fuse(split)
-    at = "model.layers.1."
-    value = joint.tensors[at + "self_attn.v_proj.weight"]
-    assert value.buffer == at + "self_attn.qkv_proj.weight"
-    assert value.at[1].tolist() == [6, 0], "4 rows of queries and 2 of keys come first"
-    shapes = compute_buffer_shapes(joint, 1)
-    assert shapes[at + "self_attn.qkv_proj.weight"] == ((8, 8), torch.bfloat16)
-    assert shapes[at + "self_attn.qkv_proj.bias"] == ((8,), torch.bfloat16)
-    assert shapes[at + "mlp.gate_up_proj.weight"] == ((12, 8), torch.bfloat16)
-    assert at + "self_attn.q_proj.weight" not in shapes
-    elements = sum(math.prod(shape) for shape, _ in shapes.values())
-    assert 2 * elements == split.compute_bytes()[1]
+def test_a_layout_is_what_another_rank_reads_of_it_and_keeps_its_boxes_among_others() -> None:
+    one = plan_rollout(SMALL, read_dims(SMALL), ranks=range(2), size=2, tensor=2)
+    read = read_layout(one.write())
+    two = read.repeat(2).among(3, 8)
+    assert two.size == 8 and two.tensors.keys() == one.tensors.keys()
+    for name, held in one.tensors.items():
+        assert read.tensors[name].dtype == two.tensors[name].dtype == torch.bfloat16
+        boxes = [held.placement.box(rank) for rank in range(2)]
+        assert [read.tensors[name].placement.box(rank) for rank in range(2)] == boxes
+        assert [two.tensors[name].placement.box(rank) for rank in range(3, 7)] == [*boxes, *boxes]
+    nothing = two.compute_bytes()
+    assert nothing[[0, 1, 2, 7]].tolist() == [0] * 4 and nothing[3] == one.compute_bytes()[0] > 0
 
 
 def test_plans_are_told_apart_by_their_digest() -> None:
@@ -388,7 +384,7 @@ def test_plans_are_told_apart_by_their_digest() -> None:
 def hold(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> WeightLayout:
     offsets, lengths = (np.array(part) for part in zip(*boxes, strict=True))
     placement = Placement(shape, offsets, lengths)
-    return WeightLayout(len(boxes), {"a": Held(placement, torch.bfloat16, "a", np.zeros_like(offsets))})
+    return WeightLayout(len(boxes), {"a": Held(placement, torch.bfloat16)})
 
 
 def test_what_no_plan_can_lead_to_is_refused_by_name() -> None:

@@ -5,21 +5,17 @@ An advantage function is any function of (rewards, group ids, ok mask); those of
 
 from __future__ import annotations
 
-import difflib
 import functools
-import importlib
-import importlib.util
 import inspect
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridflow.config import ConfigError, HybridflowError
+from hybridflow.config.functions import import_named
 
 AdvantageFunction: TypeAlias = Callable[[NDArray[np.float64], NDArray[np.int64], NDArray[np.bool_]], Any]
 """`function(rewards_S, group_ids_S, ok_S) -> advantages_S`, finite floats.
@@ -141,11 +137,11 @@ def compute_advantages(
 
 
 def resolve_advantage_function(function: str | AdvantageFunction) -> AdvantageFunction:
-    """The function itself, imported where it is given as 'package.module:function' or 'path/to/file.py:function'.
+    """The function itself, imported where it is given as 'pkg.mod:fn' or 'path/to/file.py:fn'.
 
     Raises ConfigError in one sentence if it is not there or cannot be called with three arguments.
     """
-    resolved = _import_function(function) if isinstance(function, str) else function
+    resolved = import_named(function, "algorithm.advantage_function") if isinstance(function, str) else function
     if not callable(resolved):
         raise ConfigError(
             f"advantage_function '{function}' is {type(resolved).__name__}, not a function: name a function"
@@ -157,46 +153,6 @@ def resolve_advantage_function(function: str | AdvantageFunction) -> AdvantageFu
             f"advantage_function '{_name(resolved)}' cannot be called as function(rewards, group_ids, ok): {error}; take these three"
         ) from error
     return resolved
-
-
-def _import_function(path: str) -> Any:
-    place, colon, name = path.rpartition(":")
-    if not (place and colon and name):
-        raise ConfigError(
-            f"advantage_function '{path}' is not an import path: write 'package.module:function' or 'path/to/file.py:function'"
-        )
-    module = _load_file(path, place) if place.endswith(".py") or os.sep in place else _import_module(path, place)
-    if name not in vars(module):
-        near = difflib.get_close_matches(name, vars(module), n=1)
-        remedy = f"did you mean '{near[0]}'" if near else "name a function of that module"
-        raise ConfigError(f"advantage_function '{path}': '{place}' has no '{name}'; {remedy}")
-    return vars(module)[name]
-
-
-def _import_module(path: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"advantage_function '{path}' cannot be imported ({error}): install the module or put its directory on PYTHONPATH"
-        ) from error
-
-
-def _load_file(path: str, filename: str) -> ModuleType:
-    if not os.path.isfile(filename):
-        raise ConfigError(
-            f"advantage_function: there is no file '{filename}' (seen from {os.getcwd()}); correct the path in '{path}'"
-        )
-    spec = importlib.util.spec_from_file_location("hybridflow_advantages", filename)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"advantage_function '{path}': '{filename}' is not a Python file; name one that ends in .py")
-    # Not among sys.modules: cloudpickle then sends its functions by value, to workers that have no such file.
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (ImportError, SyntaxError) as error:
-        raise ConfigError(f"advantage_function '{path}' cannot be loaded ({error}); correct the file") from error
-    return module
 
 
 def _name(function: AdvantageFunction) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.kl import MAX_LOG_RATIO, KLEstimator, compute_kl
 from hybridflow.config import Field, settings
-from hybridflow.types import Reduce
+from hybridflow.types import UNSHAPED, Reduce, Shaping
 
 Normalization = Literal["token_mean", "sequence_mean", "constant"]
 
@@ -62,6 +62,10 @@ class TokenLoss(Protocol):
     @property
     def temperature(self) -> float:
         """Divides the logits in the head, above 0."""
+
+    @property
+    def shaping(self) -> Shaping:
+        """What else the head does to the distribution: that of the sampling."""
 
     def __call__(
         self,
@@ -184,6 +188,8 @@ class PolicyLoss(PolicyLossSettings):
 
     temperature: float = Field(default=1.0, gt=0.0)
     """Divides the logits: that of the sampling, else the ratio does not start at 1."""
+    shaping: Shaping = UNSHAPED
+    """What the sampling changed beside it, for the same reason."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -272,6 +278,11 @@ class SFTLoss:
     def temperature(self) -> float:
         """See `TokenLoss`."""
         return 1.0
+
+    @property
+    def shaping(self) -> Shaping:
+        """See `TokenLoss`."""
+        return UNSHAPED
 
     def __call__(
         self,

@@ -68,7 +68,7 @@ class PolicyGradientSettings(PolicyLossSettings):
 class PolicyGradient:
     """What the loop needs of the algorithm: `policy_loss`, made of `prepare` and `loss`.
 
-    sampling:           of the training samples; the loss divides its logits by the same temperature.
+    sampling:           of the training samples; the loss has the same temperature and shaping.
     advantage_function: a function (or its import path) where the settings name none; see `AdvantageFunction`.
     """
 
@@ -90,7 +90,7 @@ class PolicyGradient:
         terms = {field.name: getattr(settings, field.name) for field in fields(PolicyLossSettings)}
         if settings.normalization == "constant" and settings.constant_tokens is None:
             terms["constant_tokens"] = sampling.max_new_tokens
-        self.loss = PolicyLoss(**terms, temperature=sampling.temperature)
+        self.loss = PolicyLoss(**terms, temperature=sampling.temperature, shaping=sampling.shaping)
         own = ("ref_logprobs", kl.logprobs) if kl.coefficient else ()
         self.columns = frozenset({*self.loss.columns, *own})
         """Per-token columns that loss and advantages read."""

@@ -88,13 +88,9 @@ def prepare_policy_batch(
     later_T = before_T if kl and kl.per_token else 0.0
     counted_T = tokens.counted(ok_S)
     advantages_T = np.where(counted_T, tokens.spread(advantages_S) + later_T, 0.0).astype(np.float32)
-    metrics = (
-        _count_states(state_S)
-        | _reward_metrics(batch, shaped_S, scored_state_S)
-        | _component_metrics(batch)
-        | _kl_metrics(kl, kl_S, tokens.lengths_S, scored_state_S == RowState.OK)
-        | _response_metrics(batch, tokens.lengths_S)
-    )
+    metrics = _count_states(state_S) | _reward_metrics(batch, shaped_S, scored_state_S) | _component_metrics(batch)
+    metrics |= _kl_metrics(kl, kl_S, tokens.lengths_S, scored_state_S == RowState.OK)
+    metrics |= _response_metrics(batch, tokens.lengths_S)
     renewed = batch.with_column("state", state_S).with_column("advantages", tokens.ragged(advantages_T))
     return Prepared(renewed, metrics, compute_moments(advantages_T[counted_T]) if over_batch else None)
 

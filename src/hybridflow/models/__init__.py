@@ -11,6 +11,7 @@ from hybridflow.models.adapter_files import (
 from hybridflow.models.attention import Packed, Paged
 from hybridflow.models.head import Head, compute_log_softmax, compute_logits, predicted_positions
 from hybridflow.models.head_logprobs import compute_logprobs
+from hybridflow.models.head_shaping import Shaped, cut_logits, find_seen, penalize_repetition
 from hybridflow.models.kv_cache import BLOCK_SIZE, PagedKVCache
 from hybridflow.models.loading import fresh_model, load_model, load_tokenizer, save_description, save_model
 from hybridflow.models.lora import (
@@ -45,6 +46,7 @@ __all__ = [
     "Packed",
     "Paged",
     "PagedKVCache",
+    "Shaped",
     "adapter_disabled",
     "adapter_weights",
     "apply_lora",
@@ -55,8 +57,10 @@ __all__ = [
     "compute_logits",
     "compute_logprobs",
     "compute_merged",
+    "cut_logits",
     "describe_adapter",
     "describe_form",
+    "find_seen",
     "fresh_model",
     "has_adapter",
     "load_adapter",
@@ -66,6 +70,7 @@ __all__ = [
     "iter_merged_onto",
     "iter_merged_weights",
     "merge_adapter",
+    "penalize_repetition",
     "plain_name",
     "predicted_positions",
     "read_form",

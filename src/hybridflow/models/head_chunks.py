@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridflow.models.exact import multiply_fixed, uses_kernels
 from hybridflow.models.head import Head, compute_product
+from hybridflow.models.head_shaping import Shaped
 
 # Logits of a chunk: 64 MiB of float32 on the CPU; 512 MiB on a GPU, where each chunk also passes over the whole weight gradient; 1 GiB of
 # bfloat16 there where the passes are compiled and no float32 logits exist.
@@ -34,6 +35,7 @@ class ChunkSettings:
     """How one call goes through its targets.
 
     keep_logits_bytes: raw logits that may stay for backward.
+    shaped:            what sampling changed beside the temperature; None: nothing.
     """
 
     head: Head
@@ -42,6 +44,7 @@ class ChunkSettings:
     passes: Passes
     chunk_tokens: int
     keep_logits_bytes: int
+    shaped: Shaped | None = None
 
     @property
     def scale(self) -> tuple[float, float | None, float]:

@@ -12,6 +12,7 @@ from hybridflow.models.head import Head, check_temperature
 from hybridflow.models.head_chunks import ChunkSettings, Passes, choose_chunk_tokens
 from hybridflow.models.head_fused import FusedFunction
 from hybridflow.models.head_passes import can_compile
+from hybridflow.models.head_shaping import Shaped
 from hybridflow.models.head_softmax import SoftmaxFunction
 
 _KEPT_SHARE = 4
@@ -28,6 +29,7 @@ def compute_logprobs(
     rows: Tensor | None = None,
     passes: Passes | None = None,
     keep_logits_bytes: int | None = None,
+    shaped: Shaped | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target under the head, and the entropy of the distribution if asked for.
 
@@ -43,13 +45,15 @@ def compute_logprobs(
                   by rounding.
     keep_logits_bytes: raw logits that may stay for the backward pass, which computes those of the other chunks again, bit-equal.
                   None takes a quarter of the GPU's free memory, and 0 on the CPU. Needs passes other than softmax.
+    shaped:       what sampling changed beside the temperature, so that the log-probabilities are those of the distribution sampled from;
+                  None: nothing. It looks at the whole vocabulary of each distribution, so it takes softmax passes on every device.
     returns:      (logprobs [M] float32, entropy [M] float32 or None), in nats, at the given temperature; float64 for a float64 head.
 
     Gradient reaches hidden_TD and head.weight; the weight's is summed in float32 and returned in its dtype. Over a split vocabulary
     every rank gets the same log-probabilities, entropies and gradient at hidden_TD, summed over ranks, and that of its own rows.
     """
     settings = _build_settings(
-        head, targets_M.shape[0], temperature, with_entropy, passes, chunk_tokens, keep_logits_bytes,
+        head, targets_M.shape[0], temperature, with_entropy, passes, chunk_tokens, keep_logits_bytes, shaped,
         has_backward=torch.is_grad_enabled() and (hidden_TD.requires_grad or head.weight.requires_grad),
     )  # fmt: skip
     function = SoftmaxFunction if settings.passes == "softmax" else FusedFunction
@@ -65,13 +69,14 @@ def _build_settings(
     passes: Passes | None,
     chunk_tokens: int | None,
     keep_logits_bytes: int | None,
+    shaped: Shaped | None,
     *,
     has_backward: bool,
 ) -> ChunkSettings:
     check_temperature(temperature)
     device, (vocab_size, _) = head.weight.device, head.weight.shape
-    passes = _select_passes(head) if passes is None else passes
-    _check_passes(head, passes, keep_logits_bytes)
+    passes = _select_passes(head, shaped) if passes is None else passes
+    _check_passes(head, passes, keep_logits_bytes, shaped)
     if not has_backward:
         keep_logits_bytes = 0
     elif keep_logits_bytes is None:
@@ -79,18 +84,24 @@ def _build_settings(
     if chunk_tokens is None:
         keeps_all = keep_logits_bytes >= num_targets * vocab_size * head.weight.element_size()
         chunk_tokens = choose_chunk_tokens(vocab_size, passes, on_gpu=device.type == "cuda", keeps_all=keeps_all)
-    return ChunkSettings(head, temperature, with_entropy, passes, chunk_tokens, keep_logits_bytes)
+    return ChunkSettings(head, temperature, with_entropy, passes, chunk_tokens, keep_logits_bytes, shaped)
 
 
-def _select_passes(head: Head) -> Passes:
+def _select_passes(head: Head, shaped: Shaped | None) -> Passes:
+    if shaped is not None:
+        return "softmax"
     if head.weight.device.type == "cpu" or head.exact:
         return "softmax" if head.vocabulary is None else "fused"
     return "compiled" if can_compile(head.weight.device) else "fused"
 
 
-def _check_passes(head: Head, passes: Passes, keep_logits_bytes: int | None) -> None:
+def _check_passes(head: Head, passes: Passes, keep_logits_bytes: int | None, shaped: Shaped | None) -> None:
     if head.weight.shape[0] == 0:
         raise ValueError("no row of the head is on this rank; lower the tensor parallel degree, so that each has some")
+    if shaped is not None and (passes != "softmax" or head.vocabulary is not None):
+        raise ValueError(
+            f'{shaped.shaping} needs passes "softmax" and the whole vocabulary; leave passes out, and set the tensor parallel degree to 1'
+        )
     if passes == "softmax" and head.vocabulary is not None:
         raise ValueError('passes "softmax" needs the whole vocabulary, but it is split over ranks; leave passes out')
     if passes == "softmax" and keep_logits_bytes:

@@ -28,7 +28,7 @@ class SoftmaxFunction(torch.autograd.Function):
         entropy = torch.empty_like(logprobs) if settings.with_entropy else logprobs.new_empty(0)
         for chunk in settings.iter_chunks(targets_M.shape[0]):
             logits_CV = _chunk_logits(take_rows(hidden_TD, rows, chunk), weight_VD, settings)
-            logp_CV = compute_log_softmax(logits_CV, exact=settings.head.exact)
+            logp_CV = compute_log_softmax(_shape(logits_CV, targets_M, chunk, settings), exact=settings.head.exact)
             logprobs[chunk] = logp_CV.gather(1, targets_M[chunk, None]).squeeze(1)
             if settings.with_entropy:
                 entropy[chunk] = _entropy(logp_CV, torch.exp(logp_CV), settings.head)
@@ -46,7 +46,7 @@ class SoftmaxFunction(torch.autograd.Function):
             hidden_CD = take_rows(hidden_TD, rows, chunk)
             entropy_part = grad_entropy[chunk, None] if settings.with_entropy else None
             grad_CV = _logits_gradient(
-                hidden_CD, weight_VD, targets_M[chunk, None], grad_logprob[chunk, None], entropy_part, settings
+                hidden_CD, weight_VD, targets_M, chunk, grad_logprob[chunk, None], entropy_part, settings
             )
             gradients.add(chunk, hidden_CD, grad_CV)
         return gradients.hidden_TD, gradients.weight_VD, None, None, None
@@ -61,7 +61,8 @@ def _entropy(logp_CV: Tensor, p_CV: Tensor, head: Head) -> Tensor:
 def _logits_gradient(
     hidden_CD: Tensor,
     weight_VD: Tensor,
-    targets_C1: Tensor,
+    targets_M: Tensor,
+    chunk: slice,
     grad_logprob_C1: Tensor,
     grad_entropy_C1: Tensor | None,
     settings: ChunkSettings,
@@ -69,19 +70,27 @@ def _logits_gradient(
     """Gradient at the raw logits of a chunk: g (onehot - p) for the log-probability, -g p (log p + H) for the entropy."""
     head, temperature = settings.head, settings.temperature
     logits_CV = _chunk_logits(hidden_CD, weight_VD, settings)
-    logp_CV = compute_log_softmax(logits_CV, exact=head.exact)
+    logp_CV = compute_log_softmax(_shape(logits_CV, targets_M, chunk, settings), exact=head.exact)
     p_CV = torch.exp(logp_CV)
     grad_CV = p_CV * -grad_logprob_C1
     if grad_entropy_C1 is not None:
         entropy_C1 = _entropy(logp_CV, p_CV, head).unsqueeze(1)
         surprise_CV = logp_CV.clamp_(min=torch.finfo(logp_CV.dtype).min).add_(entropy_C1)
         grad_CV.sub_(surprise_CV.mul_(p_CV).mul_(grad_entropy_C1))
-    grad_CV.scatter_add_(1, targets_C1, grad_logprob_C1.to(grad_CV.dtype))
+    grad_CV.scatter_add_(1, targets_M[chunk, None], grad_logprob_C1.to(grad_CV.dtype))
+    if settings.shaped is not None:
+        grad_CV = settings.shaped.find_gradient(grad_CV, logits_CV, targets_M, chunk, exact=head.exact)
     return _scale_gradient(grad_CV, logits_CV, head, temperature)
 
 
 def _chunk_logits(hidden_CD: Tensor, weight_VD: Tensor, settings: ChunkSettings) -> Tensor:
     return scale_logits(compute_product(hidden_CD, weight_VD.t(), settings.head), *settings.scale)
+
+
+def _shape(logits_CV: Tensor, targets_M: Tensor, chunk: slice, settings: ChunkSettings) -> Tensor:
+    if settings.shaped is None:
+        return logits_CV
+    return settings.shaped.shape(logits_CV, targets_M, chunk, exact=settings.head.exact)
 
 
 def _scale_gradient(grad_TV: Tensor, logits_TV: Tensor, head: Head, temperature: float) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hybridflow.batch import Batch
@@ -23,6 +25,17 @@ ROLLOUT_COLUMNS = (
 
 class WeightsError(HybridflowError, ValueError):
     """Weights that were given to an engine do not fit its model."""
+
+
+@dataclass(frozen=True)
+class RowScores:
+    """Of each token of given rows its log-probability at temperature 1, 0 of a row's first.
+
+    dtype: in which the engine computed them; the values are float32.
+    """
+
+    logprobs: list[NDArray[np.float32]]
+    dtype: torch.dtype
 
 
 class RolloutEngine(Protocol):
@@ -43,12 +56,17 @@ class RolloutEngine(Protocol):
 
         prompts: columns `prompt_tokens` and `group_id` (no id twice); the others pass through to each row of the group.
         returns: the rows with `ROLLOUT_COLUMNS`, chunked as the prompts are. `tokens` are the ids as fed and sampled, a
-                 sampled stop id included; `rollout_logprobs` are those of the distribution sampled from (temperature,
-                 top-k and top-p applied; greedy: of the whole distribution at temperature 1).
+                 sampled stop id included; `rollout_logprobs` are those of the distribution sampled from (repetition
+                 penalty, temperature, min-p, top-k and top-p applied, in this order; greedy: of the whole distribution at temperature 1,
+                 penalised).
 
         A prompt that cannot be served becomes FAILED rows without tokens, with a reason in `rollout_error`; nothing is
         raised for it.
         """
+        ...
+
+    def score(self, rows: Sequence[Sequence[int]]) -> RowScores | None:
+        """What the weights make of given rows, one at least, each shorter than `longest_row`; None from an engine that does not tell."""
         ...
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:

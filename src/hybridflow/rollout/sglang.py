@@ -6,7 +6,7 @@ It needs a GPU and has not been run: neither these lines nor the contract tests,
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,9 +46,10 @@ class SglangSettings:
 class SglangEngine:
     """Generates with SGLang, whose scheduler runs in processes of its own; implements `RolloutEngine`. Made by `build_sglang_engine`.
 
-    Its log-probabilities are those after temperature and before top-k and top-p. So where sampling sets these two, they are not those of
-    the distribution sampled from; training never sets them. A row's seed counts where SGLang's inference is deterministic
-    (`enable_deterministic_inference`), which is therefore on. A whole `generate` is one call of SGLang.
+    Its log-probabilities are those after temperature and before top-k, top-p and min-p. So where sampling sets these, they are not those
+    of the distribution sampled from; training with SGLang never sets them. Its min-p comes last, where ours comes first. It penalises
+    repetition of the response alone, where Transformers and vLLM count the prompt too, so a penalty is refused. A row's seed counts where
+    SGLang's inference is deterministic (`enable_deterministic_inference`), which is therefore on. A whole `generate` is one call of SGLang.
     """
 
     def __init__(self, engine: Any, model: ServedModel) -> None:
@@ -76,6 +77,9 @@ class SglangEngine:
             )
             samples = {request.row: read_sample(answer) for request, answer in zip(plan.requests, answers, strict=True)}
             return build_batch(plan, samples, self.version)
+
+    def score(self, rows: Sequence[Sequence[int]]) -> None:
+        """See `RolloutEngine.score`; it does not tell."""
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """See `RolloutEngine.load_weights`; there is no shared storage, so weights are always given."""
@@ -123,11 +127,17 @@ class SglangEngine:
 def build_params(plan: RequestPlan, request: Request) -> dict[str, Any]:
     """SGLang's sampling parameters of a row. Our own ids stop it, those of the model among them, so SGLang's own do not."""
     sampling = plan.sampling
+    if sampling.repetition_penalty != 1.0:
+        raise ConfigError(
+            f"repetition_penalty is {sampling.repetition_penalty:g}, and SGLang penalises by the response alone, where the prompt counts "
+            "too; set it to 1, or rollout.engine=native"
+        )
     return {
         "max_new_tokens": request.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
         "stop": list(plan.stops.strings) or None,
         "stop_token_ids": plan.stops.ids,
         "ignore_eos": True,

@@ -16,14 +16,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridflow.batch import Batch
 from hybridflow.config import ConfigError, Field, settings
 from hybridflow.config.schema import fields
 from hybridflow.rollout.adapters import ServedAdapter, written_adapter
-from hybridflow.rollout.base import WatchedWeights, check_prompts
+from hybridflow.rollout.base import RowScores, WatchedWeights, check_prompts
 from hybridflow.rollout.buckets import export_buffer, find_memory_directory, iter_buckets, pack, write_weight_files
 from hybridflow.rollout.requests import (
     RequestPlan,
@@ -130,8 +129,8 @@ class VllmEngine:
             self._saw_nan |= not all(np.all(np.isfinite(sample.logprobs)) for sample in samples.values())
             return build_batch(plan, samples, self.version)
 
-    def score(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """Of each token of given rows its log-probability at temperature 1, 0 of the first. Rows are shorter than `longest_row`."""
+    def score(self, rows: Sequence[Sequence[int]]) -> RowScores:
+        """See `RolloutEngine.score`."""
         from vllm import SamplingParams as VllmParams
 
         with self._turns.take("score", awake=True):
@@ -142,7 +141,7 @@ class VllmEngine:
                 prompt = {"prompt_token_ids": list(row)}
                 (answer,) = self._llm.generate(prompt, params, lora_request=self._loaded, use_tqdm=False)
                 scores.append(read_scores(row, answer.prompt_logprobs))
-            return scores
+            return RowScores(scores, self.model.dtype)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """See `RolloutEngine.load_weights`; there is no shared storage, so weights are always given."""
@@ -289,6 +288,8 @@ def build_params(plan: RequestPlan, max_tokens: int, seed: int) -> Any:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
         seed=seed,
         max_tokens=max_tokens,
         stop=list(plan.stops.strings),
@@ -344,7 +345,7 @@ def _engine_arguments(
         enforce_eager=settings.enforce_eager or not on_gpu,
         tensor_parallel_size=settings.tensor_parallel_size,
         seed=0,
-        # Of the distribution sampled from: temperature, top-k and top-p applied.
+        # Of the distribution sampled from, with all that sampling does to it.
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=True,
         generation_config="vllm",

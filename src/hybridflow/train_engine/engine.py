@@ -40,6 +40,7 @@ from hybridflow.train_engine.optimizer import AdamW
 from hybridflow.train_engine.packing import (
     PackedRows,
     Rows,
+    build_shaped,
     compute_packed_weights,
     pack_rows,
     read_rows,
@@ -59,7 +60,7 @@ from hybridflow.train_engine.sharding import (
     read_splits,
     set_last_backward,
 )
-from hybridflow.types import Box, Metrics, last, mean, total
+from hybridflow.types import UNSHAPED, Box, Metrics, Shaping, last, mean, total
 
 _PER_WEIGHT = ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
 
@@ -174,7 +175,7 @@ class TrainEngine:
         return totals, self._count(rows, plan)
 
     def log_prob(
-        self, batch: Batch | None, temperature: float, *, only_masked: bool = True
+        self, batch: Batch | None, temperature: float, shaping: Shaping = UNSHAPED, *, only_masked: bool = True
     ) -> list[NDArray[np.float32]]:
         """`compute_batch_logprobs` of this model with the micro-batches of `update`.
 
@@ -189,6 +190,7 @@ class TrainEngine:
                 only_masked=only_masked,
                 mesh=self.mesh,
                 share_prompts=self._shares_prompts and only_masked,
+                shaping=shaping,
             )
             free_gathered(self.model)
             return found
@@ -367,6 +369,7 @@ class TrainEngine:
             temperature=loss.temperature,
             with_entropy=loss.needs_entropy,
             keep_logits_bytes=self.layers.keep_logits_bytes,
+            shaped=build_shaped(rows, packed, loss.shaping, device),
         )
         return loss(
             _spread(logprobs_M, packed),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridflow.batch import Batch
-from hybridflow.models import LanguageModel, compute_logprobs
+from hybridflow.models import LanguageModel, Shaped, compute_logprobs
 from hybridflow.train_engine.mesh import Mesh
 from hybridflow.train_engine.micro_batches import (
     compute_model_work,
@@ -19,9 +19,10 @@ from hybridflow.train_engine.micro_batches import (
     pad_plan,
     plan_micro_batches,
 )
-from hybridflow.train_engine.packing import PackedRows, Rows, pack_rows, read_rows
+from hybridflow.train_engine.packing import PackedRows, Rows, build_shaped, pack_rows, read_rows
 from hybridflow.train_engine.ranks import ALONE, Ranks
 from hybridflow.train_engine.segments import GroupsOfPass, RowGroup, add_up, find_groups
+from hybridflow.types import UNSHAPED, Shaping
 
 
 def build_micro_batches(
@@ -69,10 +70,11 @@ def compute_packed_logprobs(
     temperature: float,
     with_entropy: bool,
     keep_logits_bytes: int | None = None,
+    shaped: Shaped | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability, and entropy if asked for, of each scored token: [M] each, with gradient where autograd is on.
 
-    keep_logits_bytes: see `compute_logprobs`.
+    keep_logits_bytes, shaped: see `compute_logprobs`; shaped logits are not kept.
     """
 
     def forward() -> tuple[Tensor, Tensor | None]:
@@ -83,7 +85,8 @@ def compute_packed_logprobs(
             temperature=temperature,
             with_entropy=with_entropy,
             rows=packed.hidden_index_M,
-            keep_logits_bytes=keep_logits_bytes,
+            keep_logits_bytes=keep_logits_bytes if shaped is None else None,
+            shaped=shaped,
         )
 
     return model.run(forward)
@@ -99,6 +102,7 @@ def compute_batch_logprobs(
     only_masked: bool = True,
     mesh: Mesh | None = None,
     share_prompts: bool = False,
+    shaping: Shaping = UNSHAPED,
 ) -> list[NDArray[np.float32]]:
     """Log-probability of the tokens of each row under the model as it is: float32, aligned to `tokens`, 0.0 at its first token.
 
@@ -107,6 +111,7 @@ def compute_batch_logprobs(
     only_masked: True: tokens with `loss_mask` 1 in rows that are OK, 0.0 elsewhere (the head is a large part of the work of a
                  small model with a large vocabulary). False: every token but the first, in every row.
     share_prompts: computes once what rows begin with up to the first scored token.
+    shaping:     what the sampling changed beside the temperature; the values are then those of the distribution sampled from.
     mesh:        the ranks that share the model: all call together, those of one `data` index with the same rows, and get the values of
                  these. None: alone, or with a whole model each.
 
@@ -122,7 +127,9 @@ def compute_batch_logprobs(
     plan = build_micro_batches(model, rows, scored, wanted, micro_batch_tokens, in_step, share=share_prompts)
     for micro_batch in plan:
         packed = pack_rows(rows, micro_batch.groups, scored, model.device, sequence)
-        parts.append(compute_packed_logprobs(model, packed, temperature=temperature, with_entropy=False)[0])
+        shaped = build_shaped(rows, packed, shaping, model.device)
+        scores, _ = compute_packed_logprobs(model, packed, temperature=temperature, with_entropy=False, shaped=shaped)
+        parts.append(scores)
         places.append(packed.places_M)
     values = np.zeros(rows.tokens.shape, dtype=np.float32)
     if parts:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from hybridflow.algorithms.losses import Normalization, compute_token_weights
 from hybridflow.batch import Batch
-from hybridflow.models import Packed, predicted_positions
+from hybridflow.models import Packed, Shaped, predicted_positions
 from hybridflow.train_engine.ranks import ALONE, Ranks
 from hybridflow.train_engine.segments import RowGroup, Segments, build_segments
 from hybridflow.train_engine.sequence_parallel import UlyssesPlan
-from hybridflow.types import RowState
+from hybridflow.types import UNSHAPED, RowState, Shaping
 
 # Rows of a matrix product that a GPU works on together; also keeps the number of shapes small.
 _TILE_TOKENS = {"cpu": 1, "cuda": 128}
@@ -140,6 +140,15 @@ def compute_packed_weights(rows: Rows, packed: PackedRows, normalization: Normal
     mask_T, is_here_T = torch.from_numpy(rows.loss_mask[packed.places_T]), torch.from_numpy(packed.is_here_T)
     weights_T = compute_token_weights(mask_T, packed.cu_seqlens, normalization)
     return mask_T & is_here_T, weights_T * is_here_T
+
+
+def build_shaped(rows: Rows, packed: PackedRows, shaping: Shaping, device: torch.device) -> Shaped | None:
+    """How the scored tokens of a micro-batch were sampled, for the head: each came after all of its row up to it. None: unshaped."""
+    if shaping == UNSHAPED:
+        return None
+    starts_M = rows.offsets[np.searchsorted(rows.offsets, packed.places_M, side="right") - 1]
+    parts = (rows.tokens, starts_M, packed.places_M)
+    return Shaped(shaping, *(to_device(torch.from_numpy(part.astype(np.int64)), device) for part in parts))
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class _Gang:
                 if self._rank in part:
                     made.append(group)
 
-        with _listening_near(self._rendezvous):
+        with listening_near(self._rendezvous):
             self.meet(build)
         self._groups += made
         return made[0]
@@ -232,7 +232,7 @@ def join_ranks(*, rank: int, size: int, rendezvous: str | None, device: torch.de
         raise ValueError(f"rank {rank} of {size} has no rendezvous; give all ranks one, such as 'tcp://host:29500'")
     accelerator = None if device.type == "cpu" else _select_device(device)
     try:
-        with _listening_near(rendezvous):
+        with listening_near(rendezvous):
             dist.init_process_group(
                 _BACKENDS[device.type],
                 init_method=rendezvous,
@@ -271,7 +271,7 @@ def _select_device(device: torch.device) -> torch.device:
 
 
 @contextmanager
-def _listening_near(rendezvous: str | None) -> Iterator[None]:
+def listening_near(rendezvous: str | None) -> Iterator[None]:
     """Keeps gloo off the network where all ranks are on this machine. Gloo reads its interface from the environment alone."""
     loopback = _find_loopback() if rendezvous is not None and _is_local(rendezvous) else None
     if loopback is None or "GLOO_SOCKET_IFNAME" in os.environ:

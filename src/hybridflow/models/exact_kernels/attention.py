@@ -149,6 +149,16 @@ def _load_queries(
     return tl.load(base + at[:, None] + d[None, :], mask=here[:, None] & (d[None, :] < SIZE), other=0.0)
 
 
+@triton.jit
+def _load_keys(
+    keys: tl.tensor, values: tl.tensor, head: tl.tensor, exists: tl.tensor, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """(keys, values) of these heads, by their number over all slots; zeros where one does not exist."""
+    d = tl.arange(0, WIDTH)
+    at, here = (head * SIZE)[:, None] + d[None, :], exists[:, None] & (d[None, :] < SIZE)
+    return tl.load(keys + at, mask=here, other=0.0), tl.load(values + at, mask=here, other=0.0)
+
+
 @triton.jit(do_not_specialize=["table_width"])
 def _forward(
     query: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, log_sum: tl.tensor, tiles: tl.tensor,
@@ -174,10 +184,7 @@ def _forward(
             slot = page.to(tl.int64) * PAGE + key_at % PAGE
         else:
             slot = (owner + key_at).to(tl.int64)
-        key_base = (slot * KV_HEADS + kv_head) * SIZE
-        here = exists[:, None] & (d[None, :] < SIZE)
-        key_tile = tl.load(keys + key_base[:, None] + d[None, :], mask=here, other=0.0)
-        value_tile = tl.load(values + key_base[:, None] + d[None, :], mask=here, other=0.0)
+        key_tile, value_tile = _load_keys(keys, values, slot * KV_HEADS + kv_head, exists, SIZE, WIDTH)
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision="ieee") * scale
         sees = _see(query_at[:, None], key_at[None, :], WINDOW) & exists[None, :]
         scores = tl.where(sees, scores, float("-inf"))
@@ -225,10 +232,8 @@ def _query_gradient(
     for start in range(_first_block(position, WINDOW, KEYS), end, KEYS):
         key_at = start + block
         exists = key_at < end
-        key_base = ((owner + key_at).to(tl.int64) * KV_HEADS + kv_head) * SIZE
-        key_here = exists[:, None] & (d[None, :] < SIZE)
-        key_tile = tl.load(keys + key_base[:, None] + d[None, :], mask=key_here, other=0.0)
-        value_tile = tl.load(values + key_base[:, None] + d[None, :], mask=key_here, other=0.0)
+        key_head = (owner + key_at).to(tl.int64) * KV_HEADS + kv_head
+        key_tile, value_tile = _load_keys(keys, values, key_head, exists, SIZE, WIDTH)
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision="ieee") * scale
         sees = _see(query_at[:, None], key_at[None, :], WINDOW) & exists[None, :] & here[:, None]
         weights = tl.where(sees, tl.exp(scores - own_log_sum[:, None]), 0.0)

@@ -51,10 +51,10 @@ class Decoding:
 
     def _seat(self, rows: np.ndarray) -> None:
         table = self._sequences
-        seats = Seats(
-            table.last_tokens(rows).astype(np.int64), table.length[rows], table.max_length[rows], self._keys[rows]
+        tokens, known = table.last_tokens(rows), table.histories(rows) if self._decoder.looks_back else None
+        self._decoder.seat(
+            Seats(tokens.astype(np.int64), table.length[rows], table.max_length[rows], self._keys[rows], known)
         )
-        self._decoder.seat(seats)
 
     def _reserve_first(self) -> int:
         """Steps of the first window: as many as there are blocks for without taking any from a row, at least one."""

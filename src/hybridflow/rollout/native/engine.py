@@ -6,7 +6,7 @@ Dimensions: T packed tokens of a pass, R rows that draw a token, P prompts, D mo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,14 @@ from hybridflow.batch import Batch
 from hybridflow.config import AliasChoices, ConfigError, Field, settings
 from hybridflow.models import BLOCK_SIZE, LanguageModel, Paged, PagedKVCache, adapter_weights
 from hybridflow.models.attention import AttentionForm
-from hybridflow.rollout.base import build_rollout_batch, check_prompts, copy_named, copy_weights, find_prompt_error
+from hybridflow.rollout.base import (
+    RowScores,
+    build_rollout_batch,
+    check_prompts,
+    copy_named,
+    copy_weights,
+    find_prompt_error,
+)
 from hybridflow.rollout.native.decoding import Decoding
 from hybridflow.rollout.native.draws import compute_keys
 from hybridflow.rollout.native.graphs import GraphDecoder, can_capture, draw_on_device
@@ -26,7 +33,8 @@ from hybridflow.rollout.native.layers import FusedLayers, serves
 from hybridflow.rollout.native.parallel import TensorGroup, copy_shards
 from hybridflow.rollout.native.report import RolloutReport
 from hybridflow.rollout.native.scheduler import Scheduler, Step, plan_num_blocks
-from hybridflow.rollout.native.seats import Decoder, StepDecoder, draw
+from hybridflow.rollout.native.scoring import compute_row_logprobs
+from hybridflow.rollout.native.seats import Decoder, StepDecoder, draw, mark_seen
 from hybridflow.rollout.native.sequences import Finish, Sequences
 from hybridflow.rollout.native.stopping import StopRules, collect_eos_ids
 from hybridflow.rollout.turns import Turns
@@ -144,6 +152,11 @@ class NativeEngine:
             self.report = job.report
             return self._finish(prompts, errors_P, job)
 
+    def score(self, rows: Sequence[Sequence[int]]) -> RowScores:
+        """See `RolloutEngine.score`; by the model's own forward, as the trainer scores."""
+        with self._turns.take("score", awake=True), _evaluating(self.model):
+            return RowScores(compute_row_logprobs(self.model, rows), self.model.dtype)
+
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """See `RolloutEngine.load_weights`. None: the model is the trainer's own, or was written to. No prefix outlives a call."""
         with self._turns.take("load_weights"):
@@ -181,7 +194,8 @@ class NativeEngine:
         return {} if self.group is not None and self.group.ranks.rank else self.report.metrics()
 
     def close(self) -> None:
-        """Nothing runs outside this process."""
+        """Frees cache and graphs; before the ranks of a group part, since nccl waits for graphs that hold its collectives."""
+        self._free_cache()
 
     def _is_ended(self, job: _Job) -> bool:
         """Whether the call is to end before its rows do; ranks that generate together come to it at the same step."""
@@ -224,13 +238,14 @@ class NativeEngine:
         return self._fused.hidden_states(tokens_T, positions_T, nowhere_T, job.cache, attend, with_kv=True)
 
     def _draw(self, job: _Job, hidden_RD: Tensor, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        positions = job.sequences.length[rows]
+        positions, sampling = job.sequences.length[rows], job.sampling
+        known = job.sequences.histories(rows) if sampling.repetition_penalty != 1.0 else None
+        seen_RV = mark_seen(self.model, known)
         if self._graphs is None:
-            return draw(self.model, hidden_RD, job.keys[rows], positions, job.sampling)
+            return draw(self.model, hidden_RD, job.keys[rows], positions, sampling, seen_RV)
         keys_R, positions_R = self._to_device(np.stack([job.keys[rows], positions]))
-        sampling = job.sampling
         tokens_R, logprobs_R = draw_on_device(
-            self.model, hidden_RD, keys_R, positions_R, sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+            self.model, hidden_RD, keys_R, positions_R, sampling.temperature, sampling.shaping, seen_RV
         )
         return tokens_R.cpu().numpy().astype(np.int32), logprobs_R.cpu().numpy()
 

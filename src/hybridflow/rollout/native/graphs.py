@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybridflow.models import BLOCK_SIZE, LanguageModel, PagedKVCache
+from hybridflow.models import BLOCK_SIZE, LanguageModel, PagedKVCache, penalize_repetition
 from hybridflow.models.attention import AttentionForm, layer_index
 from hybridflow.models.head_passes import scale_logits
 from hybridflow.rollout.native.draws import compute_uniforms
@@ -20,7 +20,7 @@ from hybridflow.rollout.native.layers import FusedLayers
 from hybridflow.rollout.native.parallel import TensorGroup, can_draw, compute_raw_logits
 from hybridflow.rollout.native.sampler import sample_tokens
 from hybridflow.rollout.native.seats import Seats
-from hybridflow.types import SamplingParams
+from hybridflow.types import UNSHAPED, SamplingParams, Shaping
 
 # Some 10 ms at the smallest models: time enough for the host to book a window, and the end of a row is seen no more than two of them late.
 _MAX_STEPS = 8
@@ -54,13 +54,15 @@ class _Form:
     """What a captured step depends on beside its sizes."""
 
     temperature: float
-    top_k: int
-    top_p: float
+    shaping: Shaping
 
 
 @dataclass
 class _State:
-    """Rows' state at fixed addresses; each field [C] but for tables [C, W], outputs [S, C] and the step's own number [1]."""
+    """Rows' state at fixed addresses; each field [C] but for tables [C, W], outputs [S, C], the step's own number [1] and `seen`.
+
+    seen: [C, V] bool, which tokens each row holds; None until a way of sampling looks back.
+    """
 
     tokens: Tensor
     lengths: Tensor
@@ -74,6 +76,7 @@ class _State:
     out_tokens: Tensor
     out_logprobs: Tensor
     step: Tensor
+    seen: Tensor | None = None
 
     @classmethod
     def build(cls, num_seats: int, num_blocks: int, device: torch.device) -> _State:
@@ -131,7 +134,7 @@ class GraphDecoder:
         # Graphs run one after another, so that all take their memory from one pool; and each stream has a workspace for products.
         self._pool = torch.cuda.graph_pool_handle()
         self._beside = torch.cuda.Stream(model.device)
-        self._form = _Form(1.0, 0, 1.0)
+        self._form = _Form(1.0, UNSHAPED)
         self._is_stop_V = torch.zeros(model.vocab_size, dtype=torch.int32, device=model.device)
         self._num_seats = 0
 
@@ -161,9 +164,19 @@ class GraphDecoder:
             if not fits:
                 self._state = _State.build(seats, blocks, self._model.device)
         self._cache, self._idle_slot = cache, idle_slot
-        self._form = _Form(sampling.temperature, sampling.top_k, sampling.top_p)
+        self._form = _Form(sampling.temperature, sampling.shaping)
+        state = self._get_state()
+        if self.looks_back and state.seen is None:
+            state.seen = torch.zeros(
+                (len(state.tokens), len(self._is_stop_V)), dtype=torch.bool, device=state.tokens.device
+            )
         self._is_stop_V.zero_()
         self._is_stop_V[torch.from_numpy(stop_ids).to(self._model.device)] = 1
+
+    @property
+    def looks_back(self) -> bool:
+        """See `Decoder`."""
+        return self._form.shaping.repetition_penalty != 1.0
 
     def release(self) -> None:
         """Gives back all memory on the device but that of the weights; `prepare` takes it again."""
@@ -186,6 +199,9 @@ class GraphDecoder:
             (state.live, np.ones(count, np.int32)),
         ):
             held[:count].copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
+        if seats.known is not None:
+            known_BL = torch.from_numpy(seats.known).pin_memory().to(self._model.device, non_blocking=True)
+            self._get_seen(count).zero_().scatter_(1, known_BL, True)
 
     def launch(self, steps: int, block_tables: np.ndarray) -> GraphWindow:
         """See `Decoder`."""
@@ -215,6 +231,11 @@ class GraphDecoder:
     def _get_state(self) -> _State:
         assert self._state is not None, "prepare() comes first"
         return self._state
+
+    def _get_seen(self, count: int) -> Tensor:
+        seen_CV = self._get_state().seen
+        assert seen_CV is not None, "prepare() makes it where sampling looks back"
+        return seen_CV[:count]
 
     def _find_graph(self) -> torch.cuda.CUDAGraph:
         key = (self._num_seats, self._form)
@@ -250,11 +271,15 @@ class GraphDecoder:
         state, count = self._get_state(), self._num_seats
         advance.prepare_step(state, count, self._idle_slot)
         hidden_BD = self._compute_hidden(count)
+        seen_BV = self._get_seen(count) if self.looks_back else None
         tokens_B, logprobs_B = draw_on_device(
             self._model, hidden_BD, state.keys[:count], state.lengths[:count], self._form.temperature,
-            top_k=self._form.top_k, top_p=self._form.top_p,
+            self._form.shaping, seen_BV,
         )  # fmt: skip
         advance.finish_step(state, count, tokens_B, logprobs_B, self._is_stop_V)
+        if seen_BV is not None:
+            # Of an idle seat this is the token that it had, so that the runs that warm up change nothing.
+            seen_BV.scatter_(1, state.tokens[:count, None], True)
 
     def _compute_hidden(self, count: int) -> Tensor:
         state, cache = self._get_state(), self._cache
@@ -307,27 +332,29 @@ def draw_on_device(
     keys_B: Tensor,
     positions_B: Tensor,
     temperature: float,
-    *,
-    top_k: int,
-    top_p: float,
+    shaping: Shaping = UNSHAPED,
+    seen_BV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(tokens [B] int64, log-probabilities [B] float32) of the next token after each hidden state, without waiting.
 
     temperature: 0 takes the most likely token.
+    seen_BV:     which tokens each row holds, where repetition is penalised.
     """
     from hybridflow.rollout.native import kernels
 
     head, greedy = model.head, temperature == 0
     raw_BV = compute_raw_logits(hidden_BD, head)
     heat = 1.0 if greedy else temperature
-    if not top_k and top_p == 1.0:
+    if shaping == UNSHAPED:
         return kernels.sample(
             raw_BV, keys_B, positions_B, temperature=heat, greedy=greedy, logit_scale=head.logit_scale,
             softcap=head.softcap,
         )  # fmt: skip
     uniforms_B = None if greedy else compute_uniforms(keys_B, positions_B.long())
     logits_BV = scale_logits(raw_BV, head.logit_scale, head.softcap, heat)
-    return sample_tokens(logits_BV, uniforms_B, top_k=top_k, top_p=top_p)
+    if seen_BV is not None:
+        logits_BV = penalize_repetition(logits_BV, seen_BV, shaping.repetition_penalty)
+    return sample_tokens(logits_BV, uniforms_B, shaping)
 
 
 def _round_to_power(count: int, least: int) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.models import BLOCK_SIZE, LanguageModel, Paged, PagedKVCache
+from hybridflow.models import BLOCK_SIZE, LanguageModel, Paged, PagedKVCache, find_seen, penalize_repetition
 from hybridflow.models.head_passes import scale_logits
 from hybridflow.rollout.native.draws import compute_uniforms
 from hybridflow.rollout.native.parallel import compute_raw_logits
@@ -28,12 +28,14 @@ class Seats:
     lengths: [B] int64, tokens known, that one included.
     limits:  [B] int64, length at which a row ends.
     keys:    [B] int64, keys of their draws.
+    known:   all tokens of each row, see `Sequences.histories`; None for a decoder that does not look back.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     limits: np.ndarray
     keys: np.ndarray
+    known: np.ndarray | None = None
 
 
 class Window(Protocol):
@@ -55,6 +57,11 @@ class Decoder(Protocol):
     max_steps: most steps of one window.
     ahead:     whether a window is launched before the one before it is read.
     """
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether draws depend on all tokens of a row."""
+        ...
 
     max_steps: int
     ahead: bool
@@ -97,10 +104,17 @@ class StepDecoder:
     def __init__(self, model: LanguageModel, cache: PagedKVCache, sampling: SamplingParams) -> None:
         self._model, self._cache, self._sampling = model, cache, sampling
         self._seats: Seats | None = None
+        self._seen_BV: Tensor | None = None
         self._live = np.zeros(0, np.bool_)
+
+    @property
+    def looks_back(self) -> bool:
+        """See `Decoder`."""
+        return self._sampling.repetition_penalty != 1.0
 
     def seat(self, seats: Seats) -> None:
         """See `Decoder`."""
+        self._seen_BV = mark_seen(self._model, seats.known)
         self._seats = Seats(seats.tokens.copy(), seats.lengths.copy(), seats.limits, seats.keys)
         self._live = np.ones(len(seats.tokens), np.bool_)
 
@@ -113,7 +127,10 @@ class StepDecoder:
         width = -(-int(lengths.max()) // BLOCK_SIZE)
         paged = Paged(self._cache, torch.from_numpy(block_tables[at, :width]), torch.from_numpy(lengths))
         hidden_BD = self._model.hidden_states(torch.from_numpy(seats.tokens[at]), torch.from_numpy(lengths - 1), paged)
-        tokens, logprobs = draw(self._model, hidden_BD, seats.keys[at], lengths, self._sampling)
+        seen_BV = None if self._seen_BV is None else self._seen_BV[torch.from_numpy(at)]
+        tokens, logprobs = draw(self._model, hidden_BD, seats.keys[at], lengths, self._sampling, seen_BV)
+        if self._seen_BV is not None:
+            self._seen_BV[torch.from_numpy(at), torch.from_numpy(tokens.astype(np.int64))] = True
         seats.tokens[at], seats.lengths[at] = tokens, lengths + 1
         window = StepWindow(np.full(len(self._live), -1, np.int32), np.zeros(len(self._live), np.float32))
         window.tokens[at], window.logprobs[at] = tokens, logprobs
@@ -128,21 +145,32 @@ class StepDecoder:
         return live < seated
 
 
+def mark_seen(model: LanguageModel, known: np.ndarray | None) -> Tensor | None:
+    """Which tokens each row holds, [B, V] bool on the model's device, from `Seats.known`; None of None."""
+    return None if known is None else find_seen(torch.from_numpy(known).to(model.device), model.vocab_size)
+
+
 def draw(
-    model: LanguageModel, hidden_BD: Tensor, keys: np.ndarray, positions: np.ndarray, sampling: SamplingParams
+    model: LanguageModel,
+    hidden_BD: Tensor,
+    keys: np.ndarray,
+    positions: np.ndarray,
+    sampling: SamplingParams,
+    seen_BV: Tensor | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(tokens [B] int32, log-probabilities [B] float32) of the next token after each hidden state; waits for the device.
 
     keys, positions: [B] int64 of the tokens to be drawn, see `compute_uniforms`.
+    seen_BV:         see `mark_seen`; None where nothing is penalised.
     """
     head, greedy = model.head, sampling.temperature == 0
     raw_BV = compute_raw_logits(hidden_BD, head)
     logits_BV = scale_logits(raw_BV, head.logit_scale, head.softcap, 1.0 if greedy else sampling.temperature)
+    if seen_BV is not None:
+        logits_BV = penalize_repetition(logits_BV, seen_BV, sampling.repetition_penalty)
     keys_B, positions_B = torch.from_numpy(np.stack([keys, positions])).to(model.device, non_blocking=True)
     uniforms_B = None if greedy else compute_uniforms(keys_B, positions_B)
-    tokens_B, logprobs_B = sample_tokens(
-        logits_BV, uniforms_B, top_k=sampling.top_k, top_p=sampling.top_p, exact=head.exact
-    )
+    tokens_B, logprobs_B = sample_tokens(logits_BV, uniforms_B, sampling.shaping, exact=head.exact)
     # Both numbers are exact in float64, and one copy is one wait for the device.
     drawn_2B = torch.stack([tokens_B.double(), logprobs_B.double()]).cpu().numpy()
     return drawn_2B[0].astype(np.int32), drawn_2B[1].astype(np.float32)

@@ -64,6 +64,13 @@ class Sequences:
         """The newest token of each of these rows. returns: [rows] int32."""
         return self.tokens[rows, self.length[rows] - 1]
 
+    def histories(self, rows: np.ndarray) -> np.ndarray:
+        """All tokens of each of these rows, [rows, tokens of the longest] int64; a shorter one is filled up with its first."""
+        lengths = self.length[rows]
+        width = int(lengths.max(initial=1))
+        tokens = self.tokens[rows, :width].astype(np.int64)
+        return np.where(np.arange(width) < lengths[:, None], tokens, tokens[:, :1])
+
     def unfinished(self) -> np.ndarray:
         """Rows that still want tokens, ascending."""
         return np.flatnonzero(self.finish == Finish.NONE)

@@ -4,11 +4,7 @@ All launches fit into a captured CUDA graph: grids follow from shapes, and nothi
 """
 
 from hybridflow.rollout.native.kernels.activations import gated_act
-from hybridflow.rollout.native.kernels.attention import (
-    build_attention_workspace,
-    decode_attention,
-    plan_attention,
-)
+from hybridflow.rollout.native.kernels.attention import decode_attention, plan_attention
 from hybridflow.rollout.native.kernels.joint_attention import attend_and_store
 from hybridflow.rollout.native.kernels.norms import add_rms_norm, rms_norm
 from hybridflow.rollout.native.kernels.products import add_shares, multiply, multiply_gated
@@ -22,7 +18,6 @@ __all__ = [
     "add_rms_norm",
     "add_shares",
     "attend_and_store",
-    "build_attention_workspace",
     "decode_attention",
     "gated_act",
     "multiply",

@@ -42,30 +42,10 @@ def plan_attention(
     return AttentionPlan(splits, tile, num_warps, num_stages=3, least_keys=least)
 
 
-def build_attention_workspace(
-    max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, num_blocks: int, device: torch.device
-) -> Tensor:
-    """Room for the partial results of launches by `plan_attention`, up to `max_rows` rows and `num_blocks` blocks. float32, flat."""
-    num_sms = count_sms(device)
-    splits = {n: _plan_splits(n, num_kv_heads, num_blocks, num_sms, None)[0] for n in range(1, max_rows + 1)}
-    num_partials = max((n * count for n, count in splits.items() if count > 1), default=0) * num_heads
-    return torch.empty(_count_padded(num_partials) * (head_dim + 2), dtype=torch.float32, device=device)
-
-
 def decode_attention(
-    query_BHK: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_tables_BW: Tensor,
-    context_lens_B: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    out: Tensor | None = None,
-    workspace: Tensor | None = None,
-    plan: AttentionPlan | None = None,
-) -> Tensor:
+    query_BHK: Tensor, keys: Tensor, values: Tensor, block_tables_BW: Tensor, context_lens_B: Tensor, *, scale: float,
+    window: int | None = None, softcap: float | None = None, out: Tensor | None = None, plan: AttentionPlan | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of each row's newest token over the row's keys, its own among them.
 
     query_BHK:       [B, H, K] bfloat16, float16 or float32; rows may lie further apart. H is a multiple of N.
@@ -74,8 +54,7 @@ def decode_attention(
     context_lens_B:  [B] int32 tokens held; 0 is an idle row, which reads nothing and gives zeros.
     window:          only that many last positions are read; None reads all.
     softcap:         scores become softcap * tanh(score / softcap).
-    out:             [B, H, K] contiguous, written and returned; workspace: from `build_attention_workspace`; plan: from
-                     `plan_attention`. None makes each of them.
+    out:             [B, H, K] contiguous, written and returned; plan: from `plan_attention`. None makes each of them.
 
     Source: flash-decoding (Dao et al., 2023) on arXiv:2307.08691, scores in powers of two. Differs: a split is a share of
     the row's own length, and a row short enough for one split is written at once. Sums are float32, in fixed order for a plan.
@@ -83,20 +62,24 @@ def decode_attention(
     never read. ValueError where the shapes do not fit.
     """
     _check(query_BHK, keys, values, block_tables_BW, context_lens_B, window)
-    num_rows, num_heads, head_dim = query_BHK.shape
-    num_kv_heads = keys.shape[1]
     out_BHK = torch.empty(query_BHK.shape, dtype=query_BHK.dtype, device=query_BHK.device) if out is None else out
-    if num_rows == 0:
+    if query_BHK.shape[0] == 0:
         return out_BHK
     window = _NO_WINDOW if window is None else window
-    plan = plan or _plan_for(query_BHK, num_kv_heads, block_tables_BW.shape[1], window)
-    if plan.least_keys % plan.tile or plan.tile % BLOCK_SIZE:
-        raise ValueError(
-            f"the plan has tiles of {plan.tile} keys and splits of {plan.least_keys} at least; a tile is a multiple of {BLOCK_SIZE}, "
-            "and a split one of a tile"
-        )
+    plan = plan or _plan_for(query_BHK, keys.shape[1], block_tables_BW.shape[1], window)
+    _check_plan(plan)
+    _launch(query_BHK, keys, values, (context_lens_B, block_tables_BW, window), scale, softcap, out_BHK, plan)
+    return out_BHK
+
+
+def _launch(
+    query_BHK: Tensor, keys: Tensor, values: Tensor, rows: tuple[Tensor, Tensor, int], scale: float,
+    softcap: float | None, out_BHK: Tensor, plan: AttentionPlan,
+) -> None:  # fmt: skip
+    (num_rows, num_heads, head_dim), num_kv_heads = query_BHK.shape, keys.shape[1]
+    context_lens_B, block_tables_BW, window = rows
     num_partials = num_rows * num_heads * plan.num_splits if plan.num_splits > 1 else 0
-    partial = split_workspace(workspace, num_partials, head_dim, query_BHK.device)
+    partial = build_partials(num_partials, head_dim, query_BHK.device)
     shape = {
         "N": num_kv_heads, "G": num_heads // num_kv_heads, "K": head_dim, "WIDTH": triton.next_power_of_2(head_dim),
         "SPLITS": plan.num_splits, "TILE": plan.tile, "LEAST": plan.least_keys,
@@ -115,7 +98,6 @@ def decode_attention(
         _combine[(num_rows * num_heads,)](
             out_BHK, *partial, *bounds, **shape, MOST=triton.next_power_of_2(plan.num_splits), num_warps=4, **early
         )
-    return out_BHK
 
 
 def _plan_splits(
@@ -142,24 +124,12 @@ def count_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _count_padded(num_partials: int) -> int:
+def build_partials(num_partials: int, head_dim: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Room for (sums [P, K], greatest scores [P], totals [P]) of P partial results, float32, flat."""
     # Triton compiles once more for a pointer that is not a multiple of 16 bytes.
-    return -(-num_partials // 4) * 4
-
-
-def split_workspace(
-    workspace: Tensor | None, num_partials: int, head_dim: int, device: torch.device
-) -> tuple[Tensor, ...]:
-    """(sums [P, K], greatest scores [P], totals [P]) of P partial results, flat."""
-    count = _count_padded(num_partials)
-    size = count * (head_dim + 2)
-    if workspace is None:
-        workspace = torch.empty(size, dtype=torch.float32, device=device)
-    if workspace.numel() < size:
-        raise ValueError(
-            f"the workspace holds {workspace.numel()} numbers and this launch needs {size}; build it for more rows"
-        )
-    return workspace[:size].split([count * head_dim, count, count])
+    count = -(-num_partials // 4) * 4
+    room = torch.empty(count * (head_dim + 2), dtype=torch.float32, device=device)
+    return room.split([count * head_dim, count, count])
 
 
 def _check(
@@ -180,6 +150,14 @@ def _check(
         )
     if window is not None and window < 1:
         raise ValueError(f"the window is {window}; a row sees at least its own position, so pass 1 or more, or None")
+
+
+def _check_plan(plan: AttentionPlan) -> None:
+    if plan.least_keys % plan.tile or plan.tile % BLOCK_SIZE:
+        raise ValueError(
+            f"the plan has tiles of {plan.tile} keys and splits of {plan.least_keys} at least; a tile is a multiple of {BLOCK_SIZE}, "
+            "and a split one of a tile"
+        )
 
 
 @triton.jit
@@ -234,24 +212,8 @@ def _attend(
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc, peak, total = read_keys(
-        q,
-        keys + head * K,
-        values + head * K,
-        table,
-        begin,
-        stop,
-        seen,
-        scale,
-        cap,
-        d,
-        acc,
-        peak,
-        total,
-        N,
-        K,
-        TILE,
-        CAPPED,
-    )
+        q, keys + head * K, values + head * K, table, begin, stop, seen, scale, cap, d, acc, peak, total, N, K, TILE, CAPPED,
+    )  # fmt: skip
     if (SPLITS == 1) | (base + share >= end):
         divisor = tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out + row * (N * G * K) + at, (acc / divisor).to(out.dtype.element_ty), mask=here)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from hybridflow.models.kv_cache import BLOCK_SIZE
 from hybridflow.rollout.native.kernels.attention import (
+    build_partials,
     count_sms,
     find_slots,
     plan_attention,
     plan_row,
     read_keys,
-    split_workspace,
 )
 from hybridflow.rollout.native.kernels.launch import launch_options, prefetch, wait_for_inputs
 from hybridflow.rollout.native.kernels.norms import apply_gain, load_sum
@@ -33,24 +33,11 @@ _KEYS_AHEAD, _PROGRAMS_PER_SM = 128, 4
 
 
 def attend_and_store(
-    qkv: Tensor,
-    bias_X: Tensor | None,
-    cos_PK: Tensor,
-    sin_PK: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_tables_BW: Tensor,
-    context_lens_B: Tensor,
-    arrivals: Tensor,
-    *,
-    num_heads: int,
-    scale: float,
-    query_norm: Tensor | None = None,
-    key_norm: Tensor | None = None,
-    eps: float = 0.0,
-    out: Tensor | None = None,
+    qkv: Tensor, bias_X: Tensor | None, cos_PK: Tensor, sin_PK: Tensor, keys: Tensor, values: Tensor,
+    block_tables_BW: Tensor, context_lens_B: Tensor, arrivals: Tensor, *, num_heads: int, scale: float,
+    query_norm: Tensor | None = None, key_norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None,
     plan: AttentionPlan | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """What `rotate_and_store` and `decode_attention` do one after the other for the newest token of each row.
 
     qkv:             [B, X] of the cache's dtype, or float32 shares [S, B, X] of it; bias_X is added to those alone.
@@ -69,16 +56,15 @@ def attend_and_store(
     out_BHK = keys.new_empty((num_rows, num_heads, head_dim)) if out is None else out
     if num_rows == 0:
         return out_BHK
-    plan = plan or plan_attention(
-        num_rows, num_kv_heads, num_blocks, head_dim * keys.element_size(), count_sms(keys.device)
-    )
+    num_sms, row_bytes = count_sms(keys.device), head_dim * keys.element_size()
+    plan = plan or plan_attention(num_rows, num_kv_heads, num_blocks, row_bytes, num_sms)
     partials = num_rows * num_heads * plan.num_splits if plan.num_splits > 1 else 0
     num_programs = num_rows * plan.num_splits * num_kv_heads
-    ahead = _KEYS_AHEAD // plan.tile if num_programs <= _PROGRAMS_PER_SM * count_sms(keys.device) else 0
+    ahead = _KEYS_AHEAD // plan.tile if num_programs <= _PROGRAMS_PER_SM * num_sms else 0
     norms = (cos_PK if query_norm is None else query_norm, cos_PK if key_norm is None else key_norm)
     _attend_joint[(num_programs,)](
         qkv, qkv if bias_X is None else bias_X, cos_PK, sin_PK, *norms, keys, values, block_tables_BW, context_lens_B,
-        out_BHK, *split_workspace(None, partials, head_dim, keys.device), arrivals, num_blocks, scale * _LOG2_E, eps,
+        out_BHK, *build_partials(partials, head_dim, keys.device), arrivals, num_blocks, scale * _LOG2_E, eps,
         qkv.stride(-2), qkv.stride(0), cos_PK.stride(0), block_tables_BW.stride(0),
         N=num_kv_heads, G=group, K=head_dim, WIDTH=triton.next_power_of_2(head_dim), SPLITS=plan.num_splits,
         TILE=plan.tile, LEAST=plan.least_keys, ROWS=max(16, triton.next_power_of_2(group + 1)),

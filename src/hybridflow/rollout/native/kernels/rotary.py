@@ -19,23 +19,10 @@ _HEADS, _NUM_WARPS = 8, 2
 
 
 def rotate_and_store(
-    qkv_TX: Tensor,
-    cos_PK: Tensor,
-    sin_PK: Tensor,
-    positions_T: Tensor,
-    slots_T: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    query_norm: Tensor | None = None,
-    key_norm: Tensor | None = None,
-    eps: float = 0.0,
-    norm_offset: float = 0.0,
-    return_kv: bool = False,
-) -> Any:
+    qkv_TX: Tensor, cos_PK: Tensor, sin_PK: Tensor, positions_T: Tensor, slots_T: Tensor, keys: Tensor, values: Tensor, *,
+    num_heads: int, num_kv_heads: int, head_dim: int, query_norm: Tensor | None = None, key_norm: Tensor | None = None,
+    eps: float = 0.0, norm_offset: float = 0.0, return_kv: bool = False,
+) -> Any:  # fmt: skip
     """Norms (where the family has them) and rotates queries and keys, writes keys and values into the cache, in one pass.
 
     qkv_TX:                [T, X >= (H + 2N) K] float: queries, keys, values of all heads; rows may lie further apart.
@@ -52,36 +39,16 @@ def rotate_and_store(
     num_tokens = qkv_TX.shape[0]
     query_THK = qkv_TX.new_empty((num_tokens, num_heads, head_dim))
     packed_kv = qkv_TX.new_empty((2, num_tokens if return_kv else 0, num_kv_heads, head_dim))
+    norms = (cos_PK if query_norm is None else query_norm, cos_PK if key_norm is None else key_norm)
     if num_tokens:
         _rotate[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS))](
-            qkv_TX,
-            cos_PK,
-            sin_PK,
-            positions_T,
-            slots_T,
-            keys,
-            values,
-            query_THK,
-            packed_kv[0],
-            packed_kv[1],
-            cos_PK if query_norm is None else query_norm,
-            cos_PK if key_norm is None else key_norm,
-            eps,
-            qkv_TX.stride(0),
-            cos_PK.stride(0),
-            H=num_heads,
-            N=num_kv_heads,
-            K=head_dim,
-            HEADS=_HEADS,
-            HALF=triton.next_power_of_2(head_dim // 2),
-            NORMED=query_norm is not None,
-            OFFSET=norm_offset,
-            PACKED=return_kv,
+            qkv_TX, cos_PK, sin_PK, positions_T, slots_T, keys, values, query_THK, packed_kv[0], packed_kv[1], *norms, eps,
+            qkv_TX.stride(0), cos_PK.stride(0), H=num_heads, N=num_kv_heads, K=head_dim, HEADS=_HEADS,
+            HALF=triton.next_power_of_2(head_dim // 2), NORMED=query_norm is not None, OFFSET=norm_offset, PACKED=return_kv,
             num_warps=_NUM_WARPS,
             # The compiler narrows the rounded products to the tables' dtype, and would then fuse one of them with the sum.
-            enable_fp_fusion=False,
-            **launch_options(qkv_TX.device),
-        )
+            enable_fp_fusion=False, **launch_options(qkv_TX.device),
+        )  # fmt: skip
     return (query_THK, packed_kv[0], packed_kv[1]) if return_kv else query_THK
 
 

@@ -1,0 +1,113 @@
+"""What sampling changes in a distribution beside its temperature: one function of rollout and trainer, so that both know the same one.
+
+Dimensions: S distributions, V vocabulary, K tokens of the top-k, L tokens of the longest history, N tokens of all rows, M targets.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridflow.models.exact import cumulate_rows
+from hybridflow.types import Shaping
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """How the distributions of targets were shaped, and what each of them came after.
+
+    tokens_N:         int64, all rows one after the other.
+    starts_M, ends_M: int64; target i came after tokens_N[starts_M[i] : ends_M[i]], at least one.
+    """
+
+    shaping: Shaping
+    tokens_N: Tensor
+    starts_M: Tensor
+    ends_M: Tensor
+
+    def shape(self, logits_CV: Tensor, targets_M: Tensor, chunk: slice, *, exact: bool) -> Tensor:
+        """Logits of the distributions that the targets of a chunk were drawn from. Each target is kept, since it was drawn.
+
+        logits_CV: float32 (float64), divided by the temperature.
+        """
+        penalty = self.shaping.repetition_penalty
+        if penalty != 1.0:
+            logits_CV = penalize_repetition(logits_CV, self._find_seen(chunk, logits_CV.shape[1]), penalty)
+        return cut_logits(logits_CV, self.shaping, targets_M[chunk, None], exact=exact)
+
+    def find_gradient(
+        self, grad_CV: Tensor, logits_CV: Tensor, targets_M: Tensor, chunk: slice, *, exact: bool
+    ) -> Tensor:
+        """Gradient at the logits from the one at the shaped logits; which tokens are kept, and the border at 0, carry none."""
+        with torch.enable_grad():
+            logits_CV = logits_CV.detach().requires_grad_()
+            shaped_CV = self.shape(logits_CV, targets_M, chunk, exact=exact)
+            (found_CV,) = torch.autograd.grad(shaped_CV, logits_CV, grad_CV)
+        return found_CV
+
+    def _find_seen(self, chunk: slice, vocab_size: int) -> Tensor:
+        starts_C1, ends_C1 = self.starts_M[chunk, None], self.ends_M[chunk, None]
+        within_L = torch.arange(int((ends_C1 - starts_C1).amax()), device=self.tokens_N.device)
+        return find_seen(self.tokens_N[torch.minimum(starts_C1 + within_L, ends_C1 - 1)], vocab_size)
+
+
+def find_seen(tokens_SL: Tensor, vocab_size: int) -> Tensor:
+    """Which tokens of the vocabulary each history holds, [S, V] bool.
+
+    tokens_SL: [S, L] int64; a shorter history is filled up with tokens that it holds.
+    """
+    seen_SV = torch.zeros((tokens_SL.shape[0], vocab_size), dtype=torch.bool, device=tokens_SL.device)
+    return seen_SV.scatter_(1, tokens_SL, True)
+
+
+def penalize_repetition(logits_SV: Tensor, seen_SV: Tensor, penalty: float) -> Tensor:
+    """Logits of seen tokens divided by the penalty where they are above 0, else multiplied by it.
+
+    Source: CTRL, arXiv:1909.05858 section 4.1, in the form of Transformers and vLLM: prompt and response count as seen, once. The paper
+    divides logits below 0 too, which would make them likelier. Before or after the temperature is the same.
+    """
+    return torch.where(seen_SV, torch.where(logits_SV > 0, logits_SV / penalty, logits_SV * penalty), logits_SV)
+
+
+def cut_logits(logits_SV: Tensor, shaping: Shaping, drawn_S1: Tensor | None = None, *, exact: bool = False) -> Tensor:
+    """Logits with -inf outside those of at least `min_p` times the greatest probability, outside the `top_k` most likely of them, and, of
+    what is left, outside the smallest set reaching `top_p`.
+
+    drawn_S1: [S, 1] int64, tokens that are kept whatever their probability; None keeps no more.
+
+    Source: nucleus, Holtzman et al., arXiv:1904.09751; min-p, Nguyen et al., arXiv:2407.01082; in vLLM's order. Differs: tokens equal to
+    the last one kept are kept too, so the set does not depend on a sort's order.
+    """
+    if not shaping.cuts:
+        return logits_SV
+    floor_S1 = _find_floor(logits_SV.detach(), shaping, exact=exact)
+    is_out_SV = logits_SV < floor_S1
+    if drawn_S1 is not None:
+        is_out_SV.scatter_(1, drawn_S1, False)
+    return logits_SV.masked_fill(is_out_SV, -math.inf)
+
+
+def _find_floor(logits_SV: Tensor, shaping: Shaping, *, exact: bool) -> Tensor:
+    """The least logit that is kept, [S, 1]."""
+    vocab = logits_SV.shape[-1]
+    sorted_SK = logits_SV.topk(_count_sorted(shaping, vocab), dim=-1).values
+    floor_S1 = sorted_SK[:, -1:] if shaping.top_k or shaping.top_p < 1.0 else torch.full_like(sorted_SK, -math.inf)
+    if shaping.min_p > 0.0:
+        floor_S1 = torch.maximum(floor_S1, sorted_SK[:, :1] + math.log(shaping.min_p))
+    if shaping.top_p < 1.0:
+        # Powers above the greatest logit, instead of a softmax: their sum is the last of the cumulative sums.
+        powers_SK = torch.exp(sorted_SK.double() - sorted_SK[:, :1].double())
+        powers_SK = powers_SK.masked_fill(sorted_SK < floor_S1, 0.0)
+        sums_SK = cumulate_rows(powers_SK) if exact else powers_SK.cumsum(dim=-1)
+        is_out_SK = sums_SK - powers_SK >= shaping.top_p * sums_SK[:, -1:]
+        floor_S1 = sorted_SK.masked_fill(is_out_SK, math.inf).amin(dim=-1, keepdim=True)
+    return floor_S1
+
+
+def _count_sorted(shaping: Shaping, vocab: int) -> int:
+    if shaping.top_k:
+        return min(shaping.top_k, vocab)
+    return vocab if shaping.top_p < 1.0 else 1
