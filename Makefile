@@ -59,8 +59,9 @@ imports: $(READY) ## the import rules of docs/architecture.md
 test-fast: $(READY) ## unit tests but for the slow ones
 	$(PYTEST) -n 2 -m "not slow" tests/unit
 
+# The slowest files first, in this order: one of them begun last would leave a core idle.
 test-parts: $(READY) ## unit tests, contracts, several processes, and GPU tests where there is a GPU
-	$(PYTEST) -n 2 --dist loadfile tests/unit tests/contract tests/multiproc tests/gpu
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder tests/multiproc tests/contract tests/unit tests/gpu
 
 test-runs: $(READY) chromium ## whole runs, one after the other, since each starts processes of its own
 	$(PYTEST) tests/e2e

@@ -108,20 +108,21 @@ def draw_prompts(case: Case, lengths: np.ndarray) -> list[np.ndarray]:
     return [rng.integers(10, vocab, length).astype(np.int32) for length in lengths]
 
 
-def run_hybridflow(case: Case, prompts: np.ndarray, responses: np.ndarray) -> list[float]:
-    """Our engine, as it is set but for the number of rows."""
+def build_settings(case: Case, prefill_tokens: int = 16384) -> Any:
+    """Our engine as it is set but for the number of rows."""
+    from hybridflow.rollout import NativeSettings
+
+    return NativeSettings(
+        max_sequences=max(256, case.rows), cuda_graphs=bool(case.graphs), kv_memory_fraction=0.8,
+        prefill_tokens_per_step=prefill_tokens,
+    )  # fmt: skip
+
+
+def build_call(case: Case, prompts: np.ndarray, responses: np.ndarray) -> tuple[Any, Any]:
+    """Prompts of these lengths, and how they are sampled."""
     from hybridflow.batch import Batch
-    from hybridflow.data import build_character_tokenizer
-    from hybridflow.rollout import NativeEngine, NativeSettings
     from hybridflow.types import SamplingParams
 
-    model = build_model(case.shape, DEVICE, torch.bfloat16)
-    model.module.requires_grad_(False)
-    settings = NativeSettings(
-        max_sequences=max(256, case.rows), cuda_graphs=bool(case.graphs), kv_memory_fraction=0.8,
-        prefill_tokens_per_step=16384,
-    )  # fmt: skip
-    engine = NativeEngine(model, build_character_tokenizer("0123456789"), settings)
     batch = Batch.from_columns(group_id=list(range(len(prompts))), prompt_tokens=draw_prompts(case, prompts))
     sampling = SamplingParams(
         max_new_tokens=int(responses.max()),
@@ -129,6 +130,18 @@ def run_hybridflow(case: Case, prompts: np.ndarray, responses: np.ndarray) -> li
         temperature=case.temperature,
         ignore_eos=True,
     )
+    return batch, sampling
+
+
+def run_hybridflow(case: Case, prompts: np.ndarray, responses: np.ndarray) -> list[float]:
+    """Our engine, as it is set but for the number of rows."""
+    from hybridflow.data import build_character_tokenizer
+    from hybridflow.rollout import NativeEngine
+
+    model = build_model(case.shape, DEVICE, torch.bfloat16)
+    model.module.requires_grad_(False)
+    engine = NativeEngine(model, build_character_tokenizer("0123456789"), build_settings(case))
+    batch, sampling = build_call(case, prompts, responses)
     limit_rows(engine, responses)
 
     def call(repeat: int) -> None:

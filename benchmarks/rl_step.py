@@ -121,17 +121,48 @@ def run_trl(case: Case) -> dict[str, Any]:
     import tempfile
 
     from datasets import Dataset
-    from transformers import TrainerCallback
     from trl import GRPOTrainer
-    from trl.extras.profiling import ProfilingContext
 
     from hybridflow.data import build_character_tokenizer
+
+    rng = np.random.default_rng(0)
+    texts = ["".join(rng.integers(0, 10, case.prompt - 1).astype(str)) for _ in range(case.prompts * (case.steps + 2))]
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer = build_character_tokenizer("0123456789")
+        tokenizer.save_pretrained(directory)
+        build_module(case.shape, "sdpa", DEVICE, torch.bfloat16).save_pretrained(directory)
+        trainer, steps = time_trl_steps(
+            lambda watch: GRPOTrainer(
+                model=directory,
+                reward_funcs=lambda completion_ids, **_: [
+                    float(np.mean(np.array(row) % 2 == 0)) for row in completion_ids
+                ],
+                args=build_trl_config(case, directory),
+                train_dataset=Dataset.from_dict({"prompt": texts}),
+                processing_class=tokenizer,
+                callbacks=[watch],
+            )
+        )
+    seen = trainer.state.num_input_tokens_seen
+    assert seen == case.tokens * len(steps), (
+        f"{seen} tokens in {len(steps)} steps of {case.tokens}: rows have other lengths"
+    )
+    return describe(case, steps[1:])
+
+
+def time_trl_steps(build: Callable[[Any], Any]) -> tuple[Any, list[dict[str, float]]]:
+    """A trainer of TRL, made by `build` with a callback of ours, and the seconds of each of its optimizer steps by phase.
+
+    The first, which loads and compiles, is among them.
+    """
+    from transformers import TrainerCallback
+    from trl.extras.profiling import ProfilingContext
 
     steps: list[dict[str, float]] = []
     timed: defaultdict[str, float] = defaultdict(float)
 
     class Watch(TrainerCallback):
-        """Ends each step; the first, which loads and compiles, is among them."""
+        """Ends each step."""
 
         started_s = time.perf_counter()
 
@@ -144,27 +175,10 @@ def run_trl(case: Case) -> dict[str, Any]:
     def note(self: Any, seconds: float) -> None:
         timed[self.name.partition(".")[2]] += seconds
 
-    rng = np.random.default_rng(0)
-    texts = ["".join(rng.integers(0, 10, case.prompt - 1).astype(str)) for _ in range(case.prompts * (case.steps + 2))]
     ProfilingContext._log_metrics = note
-    with tempfile.TemporaryDirectory() as directory:
-        tokenizer = build_character_tokenizer("0123456789")
-        tokenizer.save_pretrained(directory)
-        build_module(case.shape, "sdpa", DEVICE, torch.bfloat16).save_pretrained(directory)
-        trainer = GRPOTrainer(
-            model=directory,
-            reward_funcs=lambda completion_ids, **_: [float(np.mean(np.array(row) % 2 == 0)) for row in completion_ids],
-            args=build_trl_config(case, directory),
-            train_dataset=Dataset.from_dict({"prompt": texts}),
-            processing_class=tokenizer,
-            callbacks=[Watch()],
-        )
-        trainer.train()
-    seen = trainer.state.num_input_tokens_seen
-    assert seen == case.tokens * len(steps), (
-        f"{seen} tokens in {len(steps)} steps of {case.tokens}: rows have other lengths"
-    )
-    return describe(case, steps[1:])
+    trainer = build(Watch())
+    trainer.train()
+    return trainer, steps
 
 
 def build_trl_config(case: Case, directory: str) -> Any:

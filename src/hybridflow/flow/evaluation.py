@@ -62,7 +62,9 @@ def read_held_out(
         # The data room calls its own section `data`; here it stands in another one.
         raise ConfigError(f"evaluation.{error}" if str(error).startswith("data") else str(error)) from None
     own = set(prompts.column_names) - {"prompt_id", "group_id", "prompt_tokens", "prompt"}
-    check_reward(reward or RewardSettings(), reward_function, sorted(own))
+    reward = reward or RewardSettings()
+    routes = prompts.pylist(reward.route_by) if reward.route_by in own else ()
+    check_reward(reward, reward_function, sorted(own), routes)
     return prompts
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from transformers import PreTrainedTokenizerBase
+
+from hybridflow.batch import Batch
 from hybridflow.checkpoint import Checkpoint, CheckpointWriter, newest_checkpoint, open_checkpoint, prune
 from hybridflow.checkpoint.manifest import MANIFEST
 from hybridflow.config import ConfigError, Field, settings
@@ -65,6 +68,20 @@ class _SafePoint:
     state: dict[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunInputs:
+    """What every run needs that is read and checked before any worker starts. engine: which one generates, and why."""
+
+    run: RunDirectory
+    resume_from: Checkpoint | None
+    tokenizer: PreTrainedTokenizerBase
+    held_out: Batch | None
+    rollout: RolloutSettings
+    engine: str
+    reward_function: Callable[..., Any] | None
+    sources: dict[str, str]
+
+
 class Job:
     """One run. The loop iterates `steps()` and tells `after_step` what came of each.
 
@@ -77,8 +94,7 @@ class Job:
         self,
         *,
         kind: str,
-        run: RunDirectory,
-        resume_from: Checkpoint | None,
+        inputs: RunInputs,
         config_yaml: str,
         num_steps: int,
         checkpoint: CheckpointSettings,
@@ -87,18 +103,17 @@ class Job:
         actor: Actor,
         evaluator: Evaluator | None,
         data: DataSource,
-        sources: dict[str, str],
         shown: tuple[str, ...],
         engine: str | None,
         starting: str | None,
     ) -> None:
-        self.run, self.runtime, self.actor = run, runtime, actor
+        self.run, self.runtime, self.actor = inputs.run, runtime, actor
         self.num_steps, self._kind = num_steps, kind
         self._checkpoint, self._evaluation, self._evaluator, self._data = checkpoint, evaluation, evaluator, data
-        self._resume_from, self._config_yaml, self._sources = resume_from, config_yaml, sources
+        self._resume_from, self._config_yaml, self._sources = inputs.resume_from, config_yaml, inputs.sources
         self._last_evaluation: float | None = None
         self._starting, self._engine = starting, engine
-        self._progress = ProgressBar(run.path.name, num_steps, shown, enabled=run.settings.progress)
+        self._progress = ProgressBar(self.run.path.name, num_steps, shown, enabled=self.run.settings.progress)
         self._safe: list[_SafePoint] = []
         self._told_skipped = False
         self._done_steps = 0

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 
-from hybridflow.batch import Batch
 from hybridflow.observability.phases import phase
 from hybridflow.observability.run import RunDirectory
 from hybridflow.observability.samples import SampleFiles, Tokenizer, add_pieces, plan_rows
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import Runtime
-from hybridflow.types import BatchRef, Ref
+from hybridflow.types import BatchRef
 
 _log = logging.getLogger(__name__)
 
 
 class KeptSamples:
-    """Takes a few of a step's rows before the trainer changes, and writes them down after. Nothing is kept before the run is open.
+    """Writes down a few rows of some steps. Nothing is kept before the run is open.
 
     samples_per_prompt: of the batches that come.
     """
@@ -35,32 +34,31 @@ class KeptSamples:
         self._run, self._runtime, self._reward, self._tokenizer = run, runtime, reward, tokenizer
         self._files = SampleFiles(run.samples, num_steps)
         self._samples_per_prompt = samples_per_prompt
-        self._taken: tuple[BatchRef, Ref[Batch]] | None = None
+        self._trained: BatchRef | None = None
 
-    def take(self, step: int, scored: BatchRef, actor: Actor | None = None, *, is_last: bool = False) -> None:
-        """Chooses the step's rows, where it is one to keep.
+    def score(self, step: int, batch: BatchRef, actor: Actor) -> None:
+        """Lets the actor score the rows to keep of the step under the weights as they are now; waits for no reward."""
+        self._trained = None
+        if rows := self._plan(step, batch, is_last=False):
+            with phase("report"):
+                self._trained = actor.log_prob(self._reward.take(batch, rows))
 
-        actor: scores them under the weights as they are now; None leaves that out.
-        """
-        self._taken = None
-        rows = plan_rows(scored.num_rows, self._samples_per_prompt)
-        if not (self._run.is_open and self._run.settings.report and rows and self._files.is_due(step, is_last=is_last)):
+    def write(self, step: int, rewarded: BatchRef, *, is_last: bool = False) -> None:
+        """Writes the rows to keep of the step, with the actor's scores where it was asked for them."""
+        rows = self._plan(step, rewarded, is_last=is_last)
+        if not rows:
             return
-        with phase("report"):
-            samples, spread = self._reward.take(scored, rows)
-            self._taken = samples if actor is None else samples | actor.log_prob(samples), spread
-
-    def write(self, step: int) -> None:
-        """Writes what was taken of the step, if it was."""
-        if self._taken is None:
-            return
-        samples, spread = self._taken
         # A phase of its own: the update lies between the two, and a phase is as long as from its first call to its last.
         with phase("write"):
-            shown, rewards = self._runtime.get(self._reward.cut(samples)), self._runtime.get(spread)
+            samples, spread = self._runtime.get(self._reward.cut(rewarded, rows, self._trained))
             try:
-                self._files.write(step, add_pieces(shown, self._tokenizer), rewards)
+                self._files.write(step, add_pieces(samples, self._tokenizer), spread)
             except OSError as error:
                 # A run does not fail by what only its report shows.
                 _log.warning("step %s: its samples were not kept for the report (%s)", step, error)
-        self._taken = None
+
+    def _plan(self, step: int, batch: BatchRef, *, is_last: bool) -> list[int]:
+        """Rows of the step to keep; none where it is not one to keep."""
+        is_asked = self._run.is_open and self._run.settings.report
+        is_due = is_asked and self._files.is_due(step, is_last=is_last)
+        return plan_rows(batch.num_rows, self._samples_per_prompt) if is_due else []

@@ -125,6 +125,7 @@ def plan_rl(config: RLConfig) -> Plan:
     rows = f"{_count(config.prompts_per_step, 'prompt')} × {_count(samples, 'sample')}"
     facts = {
         "run": str(inputs.run.path),
+        "data": inputs.prompts.describe(),
         "steps": _describe_steps(config.steps, config.evaluation),
         "a step": f"{rows} = {_count(config.prompts_per_step * samples, 'row')}, {_count(config.updates_per_step, 'update')}",
         "engine": inputs.engine,
@@ -144,6 +145,7 @@ def plan_sft(config: SFTConfig) -> Plan:
     _record(lambda: sft.train(_PlannedSFT(config, inputs, runtime)))
     facts = {
         "run": str(inputs.run.path),
+        "data": inputs.rows.describe(),
         "steps": _describe_steps(config.steps, config.evaluation),
         "a step": f"{_count(config.rows_per_step, 'row')}, 1 update",
         **({} if inputs.held_out is None else {"engine": inputs.engine}),

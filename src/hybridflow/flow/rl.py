@@ -13,6 +13,7 @@ def train(job: RLJob) -> None:
         prompts = job.prompts.take(job.config.prompts_per_step)
         with phase("rollout"):
             batch = actor.rollout(prompts, step=step)
+        job.after_rollout(step, batch)
         with phase("score"):
             scores = {name: score(batch) for name, score in job.scorers.items()}
         loss = algorithm.policy_loss(batch, scores)

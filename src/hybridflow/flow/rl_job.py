@@ -7,17 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from hybridflow.algorithms import PolicyGradient, PolicyGradientSettings
-from hybridflow.batch import Batch
-from hybridflow.checkpoint import Checkpoint
 from hybridflow.config import ConfigError, Field, settings, to_yaml
-from hybridflow.data import DataSettings, PromptPool, chat_stop_ids
+from hybridflow.data import DataSettings, PromptPool, chat_stop_ids, list_filter_sources
 from hybridflow.flow.evaluation import EvaluationSettings, Evaluator, read_held_out
 from hybridflow.flow.job import (
     CheckpointSettings,
     Job,
+    RunInputs,
     check_placed_models,
     check_trainers,
     describe_start,
@@ -27,8 +24,8 @@ from hybridflow.flow.job import (
     train_over,
 )
 from hybridflow.flow.kept_samples import KeptSamples
-from hybridflow.observability.phases import current_mark, phase
-from hybridflow.observability.run import RunDirectory, RunSettings
+from hybridflow.observability.phases import phase
+from hybridflow.observability.run import RunSettings
 from hybridflow.rewards import RewardSettings, check_reward, list_reward_sources, source_hash
 from hybridflow.roles.actor import Actor, ActorSpec
 from hybridflow.roles.engines import RolloutSettings
@@ -37,7 +34,7 @@ from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import Runtime, RuntimeSettings
 from hybridflow.train_engine import TrainSettings
-from hybridflow.types import BatchRef, MetricsRef, Numerics, SamplingParams
+from hybridflow.types import UNSHAPED, BatchRef, MetricsRef, Numerics, SamplingParams
 
 SHOWN = ("reward/mean", "eval/reward_mean", "policy/kl_to_reference", "response/length_mean", "time/step_s")
 
@@ -61,7 +58,8 @@ class RLConfig:
     numerics: Numerics = "fast"
     """`exact` makes each row's numbers independent of all around it; `fast` states tolerances."""
     sampling: SamplingParams = Field(default_factory=lambda: SamplingParams(samples_per_prompt=8))
-    """How training samples are drawn. The loss uses the same temperature."""
+    """How training samples are drawn. The loss uses the same temperature and repetition penalty, and the same `min_p`, `top_k` and `top_p`,
+    which numerics=exact allows here."""
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     """Who generates."""
     reward: RewardSettings = Field(default_factory=RewardSettings)
@@ -82,22 +80,14 @@ class RLConfig:
     """Where results go."""
 
 
-@dataclass(frozen=True)
-class RLInputs:
-    """What a run needs that is read and checked before any worker starts. engine: which one generates, and why."""
+@dataclass(frozen=True, kw_only=True)
+class RLInputs(RunInputs):
+    """What a run of reinforcement learning needs beside."""
 
-    run: RunDirectory
-    resume_from: Checkpoint | None
-    tokenizer: PreTrainedTokenizerBase
     prompts: PromptPool
-    held_out: Batch | None
     algorithm: PolicyGradient
     sampling: SamplingParams
-    rollout: RolloutSettings
-    engine: str
-    reward_function: Callable[..., Any] | None
     reward_columns: frozenset[str]
-    sources: dict[str, str]
 
 
 def read_rl_inputs(
@@ -123,9 +113,8 @@ def read_rl_inputs(
     run, resume_from = find_run(config.run, "rl", config.checkpoint)
     tokenizer = read_tokenizer(config.model)
     prompts = PromptPool(config.data, tokenizer, seed=config.seed)
-    reward_columns = check_reward(config.reward, reward_function, prompts.column_names)
-    sources = list_reward_sources(config.reward, reward_function)
-    advantages = advantage_function or config.algorithm.advantage_function
+    routes = prompts.list_values(config.reward.route_by)
+    reward_columns = check_reward(config.reward, reward_function, prompts.column_names, routes)
     return RLInputs(
         run=run,
         resume_from=resume_from,
@@ -138,8 +127,17 @@ def read_rl_inputs(
         engine=engine,
         reward_function=reward_function,
         reward_columns=reward_columns,
-        sources=sources if advantages is None else sources | {"advantages": source_hash(advantages)},
+        sources=_list_sources(config, reward_function, advantage_function),
     )
+
+
+def _list_sources(
+    config: RLConfig, reward_function: Callable[..., Any] | None, advantage_function: Callable[..., Any] | None
+) -> dict[str, str]:
+    """Hashes of the user's own code, by what it is for."""
+    advantages = advantage_function or config.algorithm.advantage_function
+    own = {} if advantages is None else {"advantages": source_hash(advantages)}
+    return list_reward_sources(config.reward, reward_function) | list_filter_sources(config.data) | own
 
 
 def _check_settings(config: RLConfig, *, has_advantages: bool) -> None:
@@ -153,12 +151,7 @@ def _check_settings(config: RLConfig, *, has_advantages: bool) -> None:
         models["reference"] = config.reference or config.model
     check_placed_models(config.runtime.placement, (*models, "reward"), models, config.numerics)
     check_trainers(config.model, config.train, config.runtime, config.numerics)
-    if config.sampling.top_p < 1.0 or config.sampling.top_k > 0:
-        raise ConfigError(
-            f"sampling.top_p={config.sampling.top_p}, sampling.top_k={config.sampling.top_k}: training samples come from the whole "
-            "distribution, so that the trainer's probabilities are those sampled from; leave top_p=1 and top_k=0, and shape "
-            "samples by sampling.temperature"
-        )
+    _check_shaping(config)
     if config.sampling.temperature == 0.0:
         raise ConfigError(
             "sampling.temperature: 0 draws the same sample for a whole group, and nothing is learned; set it above 0, e.g. 1.0"
@@ -172,6 +165,24 @@ def _check_settings(config: RLConfig, *, has_advantages: bool) -> None:
         raise ConfigError(
             f"updates_per_step: {config.updates_per_step} is more than prompts_per_step={config.prompts_per_step}; "
             "groups stay whole, so set it to at most that"
+        )
+
+
+def _check_shaping(config: RLConfig) -> None:
+    """That the trainer can compute the distributions that samples come from."""
+    shaping, tp = config.sampling.shaping, config.train.parallel_config.tp
+    named = ", ".join(
+        f"sampling.{key}={value:g}" for key, value in vars(shaping).items() if value != vars(UNSHAPED)[key]
+    )
+    if shaping.cuts and config.numerics != "exact":
+        raise ConfigError(
+            f"{named}: rounding decides which tokens are kept at the border, in the trainer maybe others than in the rollout; set "
+            "numerics=exact, or leave min_p=0, top_k=0 and top_p=1 and shape samples by sampling.temperature"
+        )
+    if shaping != UNSHAPED and tp > 1:
+        raise ConfigError(
+            f"{named}: the trainer needs each distribution whole, and train.parallel_config.tp={tp} splits the vocabulary; set tp to 1, or "
+            "leave the sampling unshaped"
         )
 
 
@@ -207,8 +218,7 @@ class RLJob(Job):
         self.scorers = self._build_scorers(actor, reward, runtime, model)
         super().__init__(
             kind="rl",
-            run=inputs.run,
-            resume_from=inputs.resume_from,
+            inputs=inputs,
             config_yaml=to_yaml(config),
             num_steps=config.steps,
             checkpoint=config.checkpoint,
@@ -219,11 +229,14 @@ class RLJob(Job):
             if inputs.held_out is None
             else Evaluator(config.evaluation, inputs.held_out, inputs.tokenizer, actor, reward, runtime),
             data=inputs.prompts,
-            sources=inputs.sources,
             shown=SHOWN,
             engine=inputs.engine,
             starting=describe_start(config.runtime),
         )
+
+    def after_rollout(self, step: int, batch: BatchRef) -> None:
+        """Lets the trainer, while it still is what the samples were drawn from, score those that the report shows."""
+        self._kept.score(step, batch, self.actor)
 
     def after_step(self, step: int, metrics: MetricsRef, batch: BatchRef, scores: dict[str, BatchRef]) -> None:
         """Writes the step's samples, before the checkpoint that says the step is done, and everything that `close_step` does."""
@@ -233,21 +246,14 @@ class RLJob(Job):
             path.parent.mkdir(exist_ok=True)
             with phase("write"):
                 self.runtime.get(self._reward.write(scored, path.absolute()))
-        self._kept.write(step)
+        self._kept.write(step, batch | scores["reward"])
         self.close_step(step, metrics)
 
     def _build_scorers(
         self, actor: Actor, reward: RewardModel, runtime: Runtime, model: ModelSpec
     ) -> dict[str, Callable[[BatchRef], BatchRef]]:
         """The verbs that add columns to a rollout: always the reward; more where the algorithm reads more."""
-
-        def score(batch: BatchRef) -> BatchRef:
-            rewards = reward.score(batch)
-            # Here, because the trainer still is what the samples were drawn from.
-            self._kept.take(current_mark().step, batch | rewards, actor)
-            return rewards
-
-        scorers: dict[str, Callable[[BatchRef], BatchRef]] = {"reward": score}
+        scorers: dict[str, Callable[[BatchRef], BatchRef]] = {"reward": reward.score}
         columns = self.algorithm.columns
         if "ref_logprobs" in columns and _adapter_gives_reference(self.config):
             scorers["reference"] = actor.reference_log_prob
@@ -255,8 +261,8 @@ class RLJob(Job):
             reference = Reference(
                 runtime,
                 replace(model, settings=self.config.reference or self.config.model),
+                self.config.sampling,
                 micro_batch_tokens=self.config.train.micro_batch_tokens,
-                temperature=self.config.sampling.temperature,
             )
             scorers["reference"] = reference.log_prob
         if "trainer_logprobs" in columns:

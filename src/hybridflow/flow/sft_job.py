@@ -6,17 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from hybridflow.algorithms import SFTLoss, keep_all
 from hybridflow.batch import Batch
-from hybridflow.checkpoint import Checkpoint
 from hybridflow.config import Field, settings, to_yaml
-from hybridflow.data import DataSettings, SFTLoader
+from hybridflow.data import DataSettings, SFTLoader, list_filter_sources
 from hybridflow.flow.evaluation import EvaluationSettings, Evaluator, read_held_out
 from hybridflow.flow.job import (
     CheckpointSettings,
     Job,
+    RunInputs,
     check_placed_models,
     check_trainers,
     describe_start,
@@ -26,7 +24,7 @@ from hybridflow.flow.job import (
     train_over,
 )
 from hybridflow.flow.kept_samples import KeptSamples
-from hybridflow.observability.run import RunDirectory, RunSettings
+from hybridflow.observability.run import RunSettings
 from hybridflow.rewards import RewardSettings, list_reward_sources
 from hybridflow.roles.actor import Actor, ActorSpec
 from hybridflow.roles.engines import RolloutSettings
@@ -71,19 +69,11 @@ class SFTConfig:
     """Where results go."""
 
 
-@dataclass(frozen=True)
-class SFTInputs:
-    """What a run needs that is read and checked before any worker starts. engine: which one generates, and why."""
+@dataclass(frozen=True, kw_only=True)
+class SFTInputs(RunInputs):
+    """What a run of supervised fine-tuning needs beside."""
 
-    run: RunDirectory
-    resume_from: Checkpoint | None
-    tokenizer: PreTrainedTokenizerBase
     rows: SFTLoader
-    held_out: Batch | None
-    rollout: RolloutSettings
-    engine: str
-    reward_function: Callable[..., Any] | None
-    sources: dict[str, str]
 
 
 def read_sft_inputs(
@@ -115,7 +105,7 @@ def read_sft_inputs(
         rollout=rollout,
         engine=engine,
         reward_function=reward_function,
-        sources=list_reward_sources(config.reward, reward_function),
+        sources=list_reward_sources(config.reward, reward_function) | list_filter_sources(config.data),
     )
 
 
@@ -146,8 +136,7 @@ class SFTJob(Job):
             )
         super().__init__(
             kind="sft",
-            run=inputs.run,
-            resume_from=inputs.resume_from,
+            inputs=inputs,
             config_yaml=to_yaml(config),
             num_steps=config.steps,
             checkpoint=config.checkpoint,
@@ -156,7 +145,6 @@ class SFTJob(Job):
             actor=actor,
             evaluator=evaluator,
             data=inputs.rows,
-            sources=inputs.sources,
             shown=SHOWN,
             engine=None if inputs.held_out is None else inputs.engine,
             starting=describe_start(config.runtime),
@@ -169,5 +157,4 @@ class SFTJob(Job):
     def after_evaluation(self, step: int, scored: BatchRef, *, is_last: bool) -> None:
         """Keeps some of the evaluation's samples, which are the only ones of such a run."""
         if self._kept is not None:
-            self._kept.take(step, scored, is_last=is_last)
-            self._kept.write(step)
+            self._kept.write(step, scored, is_last=is_last)

@@ -92,9 +92,7 @@ def plan_rows(num_rows: int, samples_per_prompt: int) -> list[int]:
 
 def compute_spread(batch: Batch) -> Batch:
     """Columns `reward` float64, null where there is none, and `length` int32, sampled tokens, of at most `MAX_SPREAD_ROWS` rows."""
-    offsets = batch.ragged("loss_mask").offsets.numpy()
-    counted = np.concatenate([[0], np.cumsum(batch.ragged("loss_mask").values.numpy(), dtype=np.int64)])
-    lengths = np.diff(counted[offsets]).astype(np.int32)
+    lengths = np.array([mask.sum() for mask in batch.arrays("loss_mask")], np.int32)
     rows = np.unique(np.linspace(0, batch.num_rows - 1, min(batch.num_rows, MAX_SPREAD_ROWS)).astype(np.int64))
     rewards = batch.select(["reward"]).take(rows).pylist("reward")
     return Batch.from_columns(reward=rewards, length=lengths[rows])

@@ -22,11 +22,13 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar
 
 if TYPE_CHECKING:
     import asyncio
+
+R = TypeVar("R")
 
 _MAX_ERROR_CHARS = 300
 _PARENT_CHECK_MS = 1000
@@ -153,7 +155,7 @@ def serve(function: Loaded, rows: list[Row], answer: Answer) -> None:
     if function.described["per"] == "batch":
         _serve_batch(function, rows, answer)
     elif function.is_async:
-        _get_runner().run(_serve_together(function, rows, answer))
+        _run(_serve_together(function, rows, answer))
     else:
         for index, columns in rows:
             answer(index, *_read(_call(function, columns)))
@@ -167,16 +169,33 @@ def _get_runner() -> asyncio.Runner:
     return asyncio.Runner()
 
 
+def _run(work: Coroutine[Any, Any, R]) -> R:
+    return _beside_loop(lambda: _get_runner().run(work))
+
+
+def _beside_loop(call: Callable[[], R]) -> R:
+    """What the call gives; in a thread of its own where this one runs a loop already (a notebook), since a thread runs one at a time."""
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return call()
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(call).result()
+
+
 def close_loop() -> None:
     """Ends the loop of async functions, if there is one, and what runs on it."""
     if _get_runner.cache_info().currsize:
-        _get_runner().close()
+        _beside_loop(_get_runner().close)
         _get_runner.cache_clear()
 
 
 def _serve_batch(function: Loaded, rows: list[Row], answer: Answer) -> None:
     columns = {name: [row[name] for _, row in rows] for name in rows[0][1]}
-    called = _get_runner().run(_await(function, columns)) if function.is_async else _call(function, columns)
+    called = _run(_await(function, columns)) if function.is_async else _call(function, columns)
     values, error = _read_batch(called, len(rows))
     for position, (index, _) in enumerate(rows):
         answer(index, *((None, error) if error else _read((values[position], None))))

@@ -15,6 +15,7 @@ import cloudpickle
 import pyarrow as pa
 
 from hybridflow.config import ConfigError
+from hybridflow.config.functions import read_function_name
 from hybridflow.rewards import builtin
 from hybridflow.rewards.child import Parameters, Transport
 
@@ -58,18 +59,10 @@ def describe_transport(name: str, key: str = "reward.function") -> Transport:
     if name in BUILTIN:
         # By file: importing the package would make each start of a process several times slower.
         return {"file": BUILTIN[name], "name": name}
-    place, colon, attribute = name.rpartition(":")
-    if not colon or not place or not attribute:
-        raise ConfigError(
-            f"{key}: '{name}' names no function; write pkg.mod:fn, path/to/file.py:fn or one of {', '.join(BUILTIN)}"
-        )
-    if place.endswith(".py") or os.sep in place:
-        if not Path(place).is_file():
-            raise ConfigError(
-                f"{key}: there is no file '{place}' (seen from {os.getcwd()}); correct the path in '{name}'"
-            )
-        return {"file": os.path.abspath(place), "name": attribute}
-    return {"module": place, "name": attribute}
+    named = read_function_name(name, key, BUILTIN)
+    if named.is_file:
+        return {"file": os.path.abspath(named.place), "name": named.name}
+    return {"module": named.place, "name": named.name}
 
 
 def source_hash(function: RewardFunction | str) -> str:

@@ -184,12 +184,8 @@ class RewardPool:
         return not values or route in map(str, values)
 
     def _combine(self, row: int, route: str, found: Mapping[tuple[str, int], Outcome]) -> Outcome:
-        named = [str(value) for component in self._components.values() for value in component.values]
-        if named and route not in named:
-            return None, (
-                f"no component is for rows with {self._settings.route_by}='{route}', only for {', '.join(dict.fromkeys(named))}; "
-                "name the value in the `values` of one"
-            )
+        if odd := _find_unnamed(self._settings, [route]):
+            return None, odd
         reward = 0.0
         for name, component in self._components.items():
             value, error = found.get((name, row), (0.0, None))
@@ -200,23 +196,29 @@ class RewardPool:
 
 
 def check_reward(
-    settings: RewardSettings, function: RewardFunction | None = None, columns: Iterable[str] | None = None
+    settings: RewardSettings,
+    function: RewardFunction | None = None,
+    columns: Iterable[str] | None = None,
+    routes: Iterable[Any] = (),
 ) -> frozenset[str]:
     """Raise ConfigError if no reward is named, if one cannot be loaded, or if it asks for a column that rows will not have.
 
     columns: those of the data, e.g. `("question", "answer")`, to which what a rollout adds is added; None leaves names unchecked.
+    routes:  what the data has in the column `route_by`; each value has to be named by a component.
     returns: the columns that the functions name, and the one that routes.
     """
+    if odd := _find_unnamed(settings, map(str, routes)):
+        raise ConfigError(f"reward.route_by: {odd}")
     with RewardPool(settings, function) as pool:
         found = pool.start()
-    routes = () if settings.route_by is None else (settings.route_by,)
+    routed_by = () if settings.route_by is None else (settings.route_by,)
     if columns is not None:
         there = (*SCORED_COLUMNS, *columns)
         for name, parameters in found.items():
             check_columns(parameters, there, name_key(name))
-        for route_by in routes:
+        for route_by in routed_by:
             _check_route(route_by, there)
-    return frozenset({*routes, *(name for one in found.values() for name in (*one["required"], *one["optional"]))})
+    return frozenset({*routed_by, *(name for one in found.values() for name in (*one["required"], *one["optional"]))})
 
 
 def list_reward_sources(settings: RewardSettings | None, function: RewardFunction | None = None) -> dict[str, str]:
@@ -262,6 +264,15 @@ def _check_route(route_by: str, columns: Iterable[str]) -> None:
         raise ConfigError(
             f"reward.route_by: '{route_by}' is no column; the columns are {', '.join(there)}: name one of them"
         )
+
+
+def _find_unnamed(settings: RewardSettings, routes: Iterable[str]) -> str | None:
+    """What is wrong with the first of these values of `route_by` that no component names; None where each is named, or nothing routes."""
+    named = dict.fromkeys(str(value) for component in settings.components.values() for value in component.values)
+    odd = next((route for route in routes if named and route not in named), None)
+    if odd is None:
+        return None
+    return f"no component is for rows with {settings.route_by}='{odd}', only for {', '.join(named)}; name the value in the `values` of one"
 
 
 def _list_calls(rows: Mapping[str, list[int]]) -> list[tuple[str, int]]:

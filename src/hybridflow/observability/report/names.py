@@ -1,4 +1,7 @@
-"""What metrics are called for a reader, what they count, and in which order they are shown."""
+"""What metrics are called for a reader, what they count, and in which order they are shown.
+
+Names and units are those of docs/metrics.md, which a test holds them to.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +51,18 @@ NAMES: dict[str, Name] = {
     "groups/constant": Name("Groups of equal rewards", "prompts", "Nothing to learn from"),
     "train/lr": Name("Learning rate", ""),
     "train/grad_norm": Name("Gradient norm", "", "Before clipping"),
-    "train/tokens": Name("Tokens trained", "tokens/step"),
-    "train/rows": Name("Rows trained", "rows/step"),
-    "train/micro_batches": Name("Micro-batches", "per step"),
+    "train/tokens": Name("Tokens trained", "tokens"),
+    "train/rows": Name("Rows trained", "rows"),
+    "train/micro_batches": Name("Micro-batches", ""),
     "train/skipped_steps": Name("Skipped updates", "updates", "Nothing counted, or a gradient was not finite"),
     "train/nonfinite_steps": Name("Updates not finite", "updates", "Skipped because of a gradient that was not finite"),
-    "train/shared_tokens": Name("Shared prompt tokens", "tokens/step", "Computed once for several rows"),
+    "train/shared_tokens": Name("Shared prompt tokens", "tokens", "Computed once for several rows"),
     "data/rows_dropped": Name("Rows left out", "rows", "So far, for being longer than data.max_tokens"),
     "data/rows_truncated": Name("Rows cut", "rows", "So far, for being longer than data.max_tokens"),
+    "data/rows_short": Name("Short rows left out", "rows", "So far, for being shorter than data.min_tokens"),
+    "data/rows_unmatched": Name("Rows of other columns", "rows", "Of the files, left out by data.keep_where"),
+    "data/rows_filtered": Name("Rows filtered", "rows", "Of the files, left out by data.keep_function"),
+    "data/rows_duplicate": Name("Duplicates", "rows", "Of the files, left out by data.deduplicate_by"),
     "data/rows_skipped": Name("Bad rows", "rows", "So far, skipped as data.on_bad_row says"),
     "data/epoch": Name("Epochs", "epochs", "Of the data, counted in rows taken"),
     "time/step_s": Name("Time of a step", "s", "Wall clock, from the end of the step before"),
@@ -63,13 +70,14 @@ NAMES: dict[str, Name] = {
     "speed/rollout_occupancy": Name("Rollout occupancy", "share", "Seats of decoding steps in which a row drew a token"),
     "speed/rollout_tail_share": Name("Rollout tail", "share", "Time in which at most a tenth of the rows was unfinished"),
     "speed/rollout_preemptions": Name("Preemptions", "rows", "Rows that lost their cache to others"),
-    "speed/rollout_prefill_tokens": Name("Prefill", "tokens/step"),
+    "speed/rollout_prefill_tokens": Name("Prefill", "tokens"),
     "memory/peak_rss_bytes": Name("Host memory, peak", "bytes", "Largest resident size of any worker so far"),
     "hybrid/switch_ms": Name("Switch to rollout", "ms", "Bringing new weights to generation"),
     "hybrid/memory_before_bytes": Name("Memory before the switch", "bytes", "Of the device, before new weights come to generation"),
     "hybrid/memory_after_bytes": Name("Memory after the switch", "bytes", "Of the device, when they are there"),
     "hybrid/memory_peak_bytes": Name("Memory in the switch, peak", "bytes"),
     "hybrid/bytes_moved": Name("Weights moved", "bytes"),
+    "hybrid/bytes_stored": Name("Weights moved, through the object store", "bytes", "Where they do not go straight to generators"),
     "probe/max_gap": Name("Sync probe, largest gap", "nats", "Rollout and trainer on fixed prompts"),
     "probe/mean_gap": Name("Sync probe, mean gap", "nats", "Rollout and trainer on fixed prompts"),
     "recovery/deaths": Name("Workers lost", "workers"),
