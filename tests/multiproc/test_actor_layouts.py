@@ -236,9 +236,10 @@ def read_rss() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.timeout(300)
 def test_fifty_updates_leave_no_stale_token_and_no_memory(tokenizer: str, tmp_path: Path) -> None:
     spec = spec_of(tokenizer, ParallelConfig(shard=2))
-    for versions, probed, memory in run_ranks(2, follow_updates, spec, 50, directory=tmp_path, timeout_s=100.0):
+    for versions, probed, memory in run_ranks(2, follow_updates, spec, 50, directory=tmp_path, timeout_s=240.0):
         assert versions == [{version} for version in range(50)]
         assert probed == 50
         # A copy of this model is 0.2 MiB; forty of them would be 8.

@@ -423,21 +423,18 @@ def test_pickled_buffers_are_read_in_place() -> None:
     assert begin <= view.data_ptr() < begin + len(store) and torch.equal(view, wide.ragged("tokens").values)
 
 
-def test_through_the_object_store() -> None:
-    ray = pytest.importorskip("ray")
-    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
-    try:
-        wide = wide_batch()
-        reference = ray.put(wide)
-        first, second = ray.get(reference), ray.get(reference)
-        assert first.equals(wide)
-        views = [batch.ragged("tokens").values for batch in (first, second)]
-        assert views[0].data_ptr() == views[1].data_ptr() != wide.ragged("tokens").values.data_ptr()
-        with pytest.raises(ReadOnlyError):
-            views[0].fill_(0)
-        assert torch.equal(views[1], wide.ragged("tokens").values)
-    finally:
-        ray.shutdown()
+def test_through_the_object_store(ray_cluster: None) -> None:
+    import ray
+
+    wide = wide_batch()
+    reference = ray.put(wide)
+    first, second = ray.get(reference), ray.get(reference)
+    assert first.equals(wide)
+    views = [batch.ragged("tokens").values for batch in (first, second)]
+    assert views[0].data_ptr() == views[1].data_ptr() != wide.ragged("tokens").values.data_ptr()
+    with pytest.raises(ReadOnlyError):
+        views[0].fill_(0)
+    assert torch.equal(views[1], wide.ragged("tokens").values)
 
 
 # Files.

@@ -106,7 +106,7 @@ def test_an_engine_is_closed_before_its_ranks_part_and_they_part_whatever_it_doe
             said.append("left")
 
     worker = object.__new__(GeneratorWorker)
-    worker.rollout_engine = worker.rollout_ranks = Closing()  # type: ignore[assignment]
+    worker._end, worker.rollout_engine, worker.rollout_ranks = None, Closing(), Closing()  # type: ignore[assignment]
     with pytest.raises(OSError, match="gone") if fails else contextlib.nullcontext():
         worker.close()
     assert said == ["closed", "left"]

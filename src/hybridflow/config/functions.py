@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -60,13 +60,12 @@ def _import_module(name: str, text: str, key: str) -> ModuleType:
 
 
 def _load_file(path: str, text: str, key: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hybridflow_user_file", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{key}: '{path}' is not a Python file; name one that ends in .py")
     # Not among sys.modules: cloudpickle then sends its functions by value, to workers that have no such file.
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType("hybridflow_user_file")
+    module.__file__ = path
     try:
-        spec.loader.exec_module(module)
+        # Not through Python's cache of compiled files, which takes one for unchanged that was rewritten to the same length within a second.
+        exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
     except (ImportError, SyntaxError) as error:
         raise ConfigError(f"{key}: '{text}' cannot be loaded ({error}); correct the file") from error
     return module
