@@ -71,6 +71,25 @@ def counts(source: SFTLoader | PromptPool) -> dict[str, float]:
 # By columns.
 
 
+def test_a_value_of_short_floats_is_found_as_near_as_they_have_it(tmp_path: Path) -> None:
+    table = pa.table({"prompt": ["a", "b"], "response": ["c", "d"], "score": pa.array([0.1, 0.2], pa.float32())})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    rows = read(str(tmp_path / "rows.parquet"), keep_where={"score": 0.1})
+    assert rows.table.column("prompt").to_pylist() == ["a"]
+
+
+def test_a_file_of_the_user_may_have_dataclasses_and_what_it_raises_is_told(data: str) -> None:
+    head = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Kind:\n    name: str\n"
+    Path("filters.py").write_text(head + "def keep(response):\n    return Kind(response).name == '2'\n")
+    assert read(data, on_bad_row="skip", keep_function="filters.py:keep").left_out["filtered"] == 4
+    Path("filters.py").write_text("raise KeyError('level')\n")
+    with pytest.raises(
+        ConfigError,
+        match=r"^data.keep_function: 'filters.py:keep' cannot be loaded \(KeyError: 'level'\); correct the file$",
+    ):
+        read(data, on_bad_row="skip", keep_function="filters.py:keep")
+
+
 @pytest.mark.parametrize(
     ("keep_where", "kept"),
     [

@@ -236,6 +236,10 @@ def test_shaped_samples_need_trainers_with_the_whole_vocabulary(task: Path) -> N
     told = r"^sampling.repetition_penalty=1.2: the trainer needs .* train.parallel_config.tp=2 splits the vocabulary; set tp to 1"
     with pytest.raises(ConfigError, match=told):
         plan_of_rl(task, *placed, "+train.parallel_config={tensor_parallel_size: 2, shard: 0}")
+    with pytest.raises(
+        ConfigError, match=r"^sampling.repetition_penalty: 1.2 counts the prompt, and SGLang penalises by the response"
+    ):
+        plan_of_rl(task, *placed, "rollout.engine=sglang")
 
 
 def test_what_the_report_keeps_is_scored_before_the_update_and_waits_for_no_reward(

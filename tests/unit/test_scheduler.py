@@ -334,6 +334,22 @@ def test_all_who_are_there_answer_and_a_worker_that_was_replaced_since_has_not(w
     assert runtime.get(runtime.ask(pool, Ledger.token_of)) == (first, second + 1)
 
 
+def test_what_was_asked_is_not_asked_again_when_a_node_goes(world: World) -> None:
+    runtime = build_scheduler(world, pool=("A", "B"))
+    pool = runtime.place("pool", Ledger)
+    asked = runtime.ask(pool, Ledger.token_of)
+    first, second = runtime.get(asked)
+    world.hold = holding("read", 1)
+    kept = runtime.submit(pool, Ledger.read, 1), runtime.submit(pool, Ledger.read, 2)
+    turns(runtime)
+    world.lose("B")
+    world.hold = nothing
+    runtime.get(kept)
+    turns(runtime)
+    assert sum(name == "token_of" for _, name in world.sent) == 2
+    assert runtime.get(asked) == (first, None)
+
+
 def test_what_lies_with_a_worker_that_died_is_made_again_from_the_state_of_its_time(world: World) -> None:
     runtime = build_scheduler(world, gang=("A", "A"), pool=("B", "C"))
     gang, pool = runtime.place_gang("gang", Ledger), runtime.place("pool", Ledger)

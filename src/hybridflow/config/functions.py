@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,12 +61,18 @@ def _import_module(name: str, text: str, key: str) -> ModuleType:
 
 
 def _load_file(path: str, text: str, key: str) -> ModuleType:
-    # Not among sys.modules: cloudpickle then sends its functions by value, to workers that have no such file.
     module = ModuleType("hybridflow_user_file")
     module.__file__ = path
+    # Dataclasses look their module up. Afterwards it is not among these: cloudpickle then sends its functions by value, to workers that
+    # have no such file.
+    sys.modules[module.__name__] = module
     try:
         # Not through Python's cache of compiled files, which takes one for unchanged that was rewritten to the same length within a second.
         exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
-    except (ImportError, SyntaxError) as error:
-        raise ConfigError(f"{key}: '{text}' cannot be loaded ({error}); correct the file") from error
+    except Exception as error:
+        raise ConfigError(
+            f"{key}: '{text}' cannot be loaded ({type(error).__name__}: {error}); correct the file"
+        ) from error
+    finally:
+        del sys.modules[module.__name__]
     return module

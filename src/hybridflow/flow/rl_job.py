@@ -137,7 +137,8 @@ def _list_sources(
     """Hashes of the user's own code, by what it is for."""
     advantages = advantage_function or config.algorithm.advantage_function
     own = {} if advantages is None else {"advantages": source_hash(advantages)}
-    return list_reward_sources(config.reward, reward_function) | list_filter_sources(config.data) | own
+    filters = list_filter_sources(config.data) | list_filter_sources(config.evaluation.data, "evaluation.data")
+    return list_reward_sources(config.reward, reward_function) | filters | own
 
 
 def _check_settings(config: RLConfig, *, has_advantages: bool) -> None:
@@ -174,6 +175,11 @@ def _check_shaping(config: RLConfig) -> None:
     named = ", ".join(
         f"sampling.{key}={value:g}" for key, value in vars(shaping).items() if value != vars(UNSHAPED)[key]
     )
+    if shaping.repetition_penalty != 1.0 and config.rollout.engine == "sglang":
+        raise ConfigError(
+            f"sampling.repetition_penalty: {shaping.repetition_penalty:g} counts the prompt, and SGLang penalises by the response alone; "
+            "set it to 1, or rollout.engine=native"
+        )
     if shaping.cuts and config.numerics != "exact":
         raise ConfigError(
             f"{named}: rounding decides which tokens are kept at the border, in the trainer maybe others than in the rollout; set "

@@ -105,7 +105,9 @@ def read_sft_inputs(
         rollout=rollout,
         engine=engine,
         reward_function=reward_function,
-        sources=list_reward_sources(config.reward, reward_function) | list_filter_sources(config.data),
+        sources=list_reward_sources(config.reward, reward_function)
+        | list_filter_sources(config.data)
+        | list_filter_sources(config.evaluation.data, "evaluation.data"),
     )
 
 

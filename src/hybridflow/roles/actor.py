@@ -426,6 +426,8 @@ class Actor(Generator):
         self._updates, self._work = spec.updates_per_step, compute_model_work(read_config(spec.model.settings))
         self._snapshot_every, self._num_updates = snapshot_every_steps, 0
         self.last_snapshot: tuple[Ref[Snapshot], ...] | None = None
+        # What generators say of the last weights that went straight to them.
+        self._pulled: Ref[Any] | None = None
         if spec.train.lora is not None and spec.train.lora.path is not None:
             # Generators have loaded its base alone.
             self._publish_weights()
@@ -472,6 +474,9 @@ class Actor(Generator):
 
     def save(self, writer: CheckpointWriter) -> tuple[Ref[ShardEntry], ...]:
         """Writes the training state beside the workers, to paths that controller and workers share; the entries to commit."""
+        if self._pulled is not None:
+            # A trainer that writes would keep generators waiting for weights that it has offered, longer than they wait for the living.
+            self._runtime.get(self._pulled)
         if self._is_whole:
             return (self._runtime.submit(self._trainers, ActorWorker.save, writer.shard_path("actor", 0)),)
         paths = [(writer.shard_path("actor", rank),) for rank in range(self._layout.size)]
@@ -514,6 +519,7 @@ class Actor(Generator):
             both = trainers, ask(generators, GeneratorWorker.expect_weights, trainers)
             ask(self._trainers, ActorWorker.push_weights, *both)
             sent = (*both, ask(generators, GeneratorWorker.pull_weights, *both))
+            self._pulled = sent[2]
         if self._is_whole:
             return self._runtime.submit_pieces(self._trainers, ActorWorker.publish, 1, sent)[0]
         wanted = [rank == 0 for rank in range(self._layout.size)]

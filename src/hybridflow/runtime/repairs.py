@@ -57,7 +57,8 @@ class Repairs:
             self._remake_if_on(task, node_id)
 
     def _remake_if_on(self, task: Task, node_id: str) -> None:
-        if task.done and task.lies_on(node_id):
+        # What was asked is never made again: others would wait for those who took part in it then.
+        if task.done and not task.asks and task.lies_on(node_id):
             self.remake(task)
 
     def _replace(self, gone: Sequence[WorkerProcess], reads: Sequence[Task] = ()) -> None:

@@ -178,7 +178,9 @@ class CollectiveTransport:
     def _connect(self) -> None:
         """NCCL connects a group at its first call, in which all have to take part; a bucket may leave some out."""
         if self._gang.device.type == "cuda" and self._group is not None and not self._connected:
-            self._group.allreduce([torch.zeros(1, device=self._gang.device)]).wait()
+            group, one, others = self._group, torch.zeros(1, device=self._gang.device), self._others()
+            work = self._attempt(lambda: group.allreduce([one]), "the first call", others)
+            self._wait(work, "the first call", others, on_host=False)
         self._connected = True
 
     def _land(self, what: str, bound: _Bound, flight: _Flight) -> None:
