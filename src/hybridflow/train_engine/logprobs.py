@@ -110,10 +110,10 @@ def compute_batch_logprobs(
     temperature: divides the logits, above 0: that of the sampling, so that a ratio starts at 1.
     only_masked: True: tokens with `loss_mask` 1 in rows that are OK, 0.0 elsewhere (the head is a large part of the work of a
                  small model with a large vocabulary). False: every token but the first, in every row.
-    share_prompts: computes once what rows begin with up to the first scored token.
-    shaping:     what the sampling changed beside the temperature; the values are then those of the distribution sampled from.
     mesh:        the ranks that share the model: all call together, those of one `data` index with the same rows, and get the values of
                  these. None: alone, or with a whole model each.
+    share_prompts: computes once what rows begin with up to the first scored token.
+    shaping:     what the sampling changed beside the temperature; the values are then those of the distribution sampled from.
 
     The path is that of training: same packing, same head. Rows that the update would use get the same micro-batches here, so
     the numbers equal the training forward's bit for bit; in exact mode they do whatever else is in the batch.
