@@ -74,7 +74,7 @@ class Case:
     drop_constant_groups: int = 0
     dtype: str = "float32"
     budget: int = 0
-    share: int = 0
+    share: int = 1
     profile: int = 0
     trl_dtype: str = "float32"
     micro: int = 0
@@ -137,7 +137,7 @@ the same, so that both sides have the same tokens to train."""
 
 
 TRIED: dict[str, dict[str, list[dict[str, Any]]]] = {
-    "hybridflow": {"grpo": [{"dtype": "bfloat16"}, {"share": 1}], "sft": [{"dtype": "bfloat16"}]},
+    "hybridflow": {"grpo": [{"dtype": "bfloat16"}, {"compile": 1}], "sft": [{"dtype": "bfloat16"}, {"compile": 1}]},
     "trl": {
         "grpo": [
             {"trl_dtype": "bfloat16"},
@@ -307,6 +307,7 @@ def build_config(case: Case) -> Any:
         *recipe.data, f"steps={case.steps + case.warm_up}", f"train.micro_batch_tokens={recipe.budget}",
         f"train.optimizer.lr={recipe.lr}", f"run.directory={tempfile.mkdtemp(dir=case.work)}", "run.project=race",
         "run.name=run", "run.report=false", "run.save_rollouts_every=0", "run.progress=false", f"train.share_prompts={bool(case.share)}",
+        f"train.compile={bool(case.compile)}",
     ]  # fmt: skip
     if case.task == "sft":
         return load_config(SFTConfig, config_name="sft", overrides=[*overrides, f"rows_per_step={recipe.rows}"])

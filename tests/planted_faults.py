@@ -264,7 +264,7 @@ FAULTS = (
           "index_select(0, ctx.unpad_index), None, None", "index_select(0, ctx.unpad_index.roll(1)), None, None",
           "unit/test_models_families.py::test_no_gradient_leaks_between_packed_rows"),
     Fault(18, "rows that begin otherwise are given one beginning", "train_engine/segments.py",
-          "key = (trunk, tokens[start : start + trunk].tobytes())", 'key = (trunk, b"")',
+          "alike.setdefault((trunk, tokens[start : start + trunk].tobytes()), [])", 'alike.setdefault((trunk, b""), [])',
           "unit/test_train_engine_segments.py::test_groups_hold_each_row_once_begin_alike_and_keep_to_the_budget"),
     Fault(19, "a pass that names no rows attends to all that it is given", "models/attention.py",
           "    if attention_pass is None:\n",

@@ -25,7 +25,7 @@ from hybridflow.models.attention_padded import SharedPlan
 from hybridflow.train_engine import TrainEngine, TrainSettings
 from hybridflow.train_engine.segments import (
     MAX_KEYS_PER_TOKEN,
-    MIN_TRUNK_TOKENS,
+    MIN_SAVED,
     RowGroup,
     add_up,
     build_segments,
@@ -125,9 +125,9 @@ def test_gradients_and_metrics_are_those_of_rows_by_themselves(family: str, loss
     saved = metrics["train/shared_tokens"].value
     if budget == 4096:
         # Each prompt but its last token, once for each row beyond the first; the rejected row takes no part.
-        assert saved == 19 * 2 + 32 * 1 + 39 * 2
+        assert saved == 19 * 2 + 32 * 1 + 39 * 2 + 3 * 1
     elif budget == 50:
-        assert 0 < saved < 19 * 2 + 32 + 39 * 2
+        assert 0 < saved < 19 * 2 + 32 + 39 * 2 + 3
     else:
         assert saved == 0
 
@@ -166,7 +166,8 @@ def test_groups_hold_each_row_once_begin_alike_and_keep_to_the_budget(data: st.D
     segments = build_segments(groups, lengths)
     assert segments.lengths.sum() == computed.sum()
     for group, count in zip(groups, computed, strict=True):
-        assert group.trunk == 0 if len(group.rows) == 1 else group.trunk >= MIN_TRUNK_TOKENS
+        saved = (len(group.rows) - 1) * group.trunk
+        assert group.trunk == 0 if len(group.rows) == 1 else saved >= MIN_SAVED * lengths[list(group.rows)].sum() > 0
         assert count <= budget or len(group.rows) == 1
         first = tokens[group.rows[0]]
         assert all(np.array_equal(tokens[row][: group.trunk], first[: group.trunk]) for row in group.rows)
@@ -182,6 +183,16 @@ def test_groups_hold_each_row_once_begin_alike_and_keep_to_the_budget(data: st.D
         for part, row, end in zip(parts, segments.rows, segments.ends, strict=False):
             assert np.array_equal(values[part], tokens[row][:end])
         assert parts[-1].tolist() == list(range(len(values), len(values) + 3))
+
+
+@pytest.mark.parametrize(("trunk", "branch", "shared"), [(5, 6, True), (2, 13, False), (2, 12, True), (0, 1, False)])
+def test_rows_share_what_saves_an_eighth_of_their_tokens(trunk: int, branch: int, shared: bool) -> None:
+    """Eight samples of a short prompt: 7 trunks of 8 (trunk + branch) tokens."""
+    row = np.arange(trunk + branch, dtype=np.int32)
+    scored = np.tile(np.arange(row.size) > trunk, 8)
+    groups = find_groups(np.tile(row, 8), np.arange(9) * row.size, scored, range(8), 1000)
+    assert [group.rows for group in groups] == ([tuple(range(8))] if shared else [(number,) for number in range(8)])
+    assert [group.trunk for group in groups] == ([trunk] if shared else [0] * 8)
 
 
 def test_rows_by_themselves_beside_branches_take_no_mask() -> None:

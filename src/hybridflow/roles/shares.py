@@ -69,9 +69,11 @@ def split_rows(batch: Batch, *, size: int, updates: int, work: ModelWork) -> lis
 
     returns: [R] the rows of each rank, in their order, and its `update_rows`; a batch without rows where it has none.
     """
+    if size == 1:
+        return [(batch, tuple(plan_updates(np.arange(batch.num_rows), updates).tolist()))]
     rows = [RowDigest(np.array([row]), np.array([length])) for row, length in enumerate(batch.lengths("tokens"))]
     shares = plan_shares(rows, size=size, updates=updates, work=work)
-    return [(batch if size == 1 else batch.take(share.chunks), share.update_rows) for share in shares]
+    return [(batch.take(share.chunks), share.update_rows) for share in shares]
 
 
 def plan_updates(group_ids_S: NDArray[np.int64], updates: int) -> NDArray[np.int64]:

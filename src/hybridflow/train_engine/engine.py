@@ -49,7 +49,7 @@ from hybridflow.train_engine.packing import (
 from hybridflow.train_engine.ranks import ALONE, Ranks
 from hybridflow.train_engine.schedule import compute_learning_rate
 from hybridflow.train_engine.segments import GroupsOfPass
-from hybridflow.train_engine.settings import TrainSettings, check_sharing
+from hybridflow.train_engine.settings import TrainSettings, resolve_sharing
 from hybridflow.train_engine.sharding import (
     compute_box,
     compute_cuts,
@@ -110,8 +110,7 @@ class TrainEngine:
         self.layers = build_layers(model, settings, self.mesh)
         parameters = {plain_name(name): weight for name, weight in model.module.named_parameters()}
         self.optimizer = AdamW(parameters, settings.optimizer, self.mesh, on_host=settings.offload == "optimizer")
-        check_sharing(settings.share_prompts, exact=model.numerics == "exact")
-        self._shares_prompts = settings.share_prompts
+        self._shares_prompts = resolve_sharing(settings.share_prompts, exact=model.numerics == "exact")
         self._steps_taken = 0
         self._skipped_in_a_row = 0
 

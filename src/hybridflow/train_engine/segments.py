@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from hybridflow.models.attention import SharedKeys
 
-MIN_TRUNK_TOKENS = 8
+MIN_SAVED = 1 / 8
+"""Of a group's tokens, those that sharing has to save: a pass with trunks has masks, and keys and values to copy."""
 MAX_KEYS_PER_TOKEN = 8
 """Each branch has a copy of its trunk's keys and values, in every layer; a group has at most so many for each token that it computes."""
 
@@ -50,17 +51,15 @@ def find_groups(
 
     tokens, scored: flat, row i at `offsets[i]:offsets[i + 1]`.
     max_tokens:     of a group; larger ones are cut in two and more, each with the trunk, and rows that are too long with it go alone. So
-                    are those with more than `MAX_KEYS_PER_TOKEN`.
+                    are those with more than `MAX_KEYS_PER_TOKEN`; rows that would save less than `MIN_SAVED` go alone.
     """
     alike: dict[tuple[int, bytes], list[int]] = {}
     for row in rows:
         start = offsets[row]
         trunk = max(_find_first(scored[start : offsets[row + 1]]) - 1, 0)
-        # A row without a trunk has nothing to share, and is alike to none.
-        key = (trunk, tokens[start : start + trunk].tobytes()) if trunk >= MIN_TRUNK_TOKENS else (-1 - row, b"")
-        alike.setdefault(key, []).append(row)
+        alike.setdefault((trunk, tokens[start : start + trunk].tobytes()), []).append(row)
     lengths = np.diff(offsets)
-    groups = [group for (trunk, _), same in alike.items() for group in _cut(same, max(trunk, 0), lengths, max_tokens)]
+    groups = [group for (trunk, _), same in alike.items() for group in _cut(same, trunk, lengths, max_tokens)]
     return sorted(groups, key=lambda group: group.rows[0])
 
 
@@ -93,7 +92,15 @@ def _cut(rows: list[int], trunk: int, lengths: NDArray[np.int64], max_tokens: in
             open_rows, computed, keys = [], trunk, trunk
         open_rows.append(row)
         computed, keys = computed + branch, keys + trunk + branch
-    return [RowGroup(tuple(same), trunk if len(same) > 1 else 0) for same in [*groups, open_rows]]
+    return [group for same in [*groups, open_rows] for group in _join(same, trunk, lengths)]
+
+
+def _join(rows: list[int], trunk: int, lengths: NDArray[np.int64]) -> list[RowGroup]:
+    """The rows as a group, or each as one of its own where they would save too little."""
+    saved = (len(rows) - 1) * trunk
+    if saved > 0 and saved >= MIN_SAVED * lengths[rows].sum():
+        return [RowGroup(tuple(rows), trunk)]
+    return [RowGroup((row,)) for row in rows]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from hybridflow.train_engine.mesh import ParallelConfig
 from hybridflow.train_engine.optimizer import OptimizerSettings
 from hybridflow.train_engine.schedule import ScheduleSettings
 
+SharingSetting = bool | Literal["auto"]
+
 
 @settings
 class TrainSettings:
@@ -19,9 +21,9 @@ class TrainSettings:
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Tokens that go through the model together; more is faster and takes more memory. A longer row goes alone. Changes no
     gradient beyond rounding."""
-    share_prompts: bool = False
-    """Computes the tokens that rows begin with, as the samples of a prompt do, once for all of them, forward and backward; same
-    gradients but for rounding. Worth it where prompts are long beside responses. Exact numerics refuse it: rows are computed apart."""
+    share_prompts: SharingSetting = "auto"
+    """Computes the tokens that rows begin with, as the samples of a prompt do, once for all of them, forward and backward, wherever it
+    saves an eighth of them; same gradients but for rounding. `auto` does unless numerics are exact, which computes each row apart."""
     parallel_config: ParallelConfig = Field(default_factory=ParallelConfig)
     """How trainers share the model: data, tensor and sequence parallel, and over how many its storage is split."""
     lora: LoraSettings | None = None
@@ -58,9 +60,10 @@ class TrainSettings:
             )
 
 
-def check_sharing(share_prompts: bool, *, exact: bool) -> None:
-    """Raises ConfigError where rows may not share what they begin with."""
-    if exact and share_prompts:
+def resolve_sharing(share_prompts: SharingSetting, *, exact: bool) -> bool:
+    """Whether rows share what they begin with. Raises ConfigError where they are told to and may not."""
+    if exact and share_prompts is True:
         raise ConfigError(
-            "train.share_prompts is true, but numerics 'exact' computes each row by itself; write false, or numerics=fast"
+            "train.share_prompts is true, but numerics 'exact' computes each row by itself; write auto, or numerics=fast"
         )
+    return not exact and share_prompts is not False

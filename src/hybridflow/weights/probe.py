@@ -75,7 +75,10 @@ TOLERANCES = {
     torch.bfloat16: Tolerance(mean=0.01, max=0.2),
 }
 """By the type that both sides compute in. Log-probabilities themselves are float32."""
-_ALLOWANCE, _MOST = 3.0, 10.0
+_ALLOWANCE, _MOST = 3.0, 20.0
+_SET_ASIDE = 0.03
+"""Share of the tokens that does not count, those furthest apart: at a few positions, early in a row that makes no sense, some models
+amplify rounding a hundredfold. SmolLM2-135M in bfloat16 is 0.05 nats from float32 in the mean, and 2 to 18 in one of a few hundred."""
 
 
 def choose_tolerance(*dtypes: torch.dtype) -> Tolerance:
@@ -85,7 +88,7 @@ def choose_tolerance(*dtypes: torch.dtype) -> Tolerance:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """How far apart the two sides are, and where most: at the token `position` of the row `prompt`."""
+    """How far apart the two sides are over the tokens that count, and where most: at the token `position` of the row `prompt`."""
 
     num_tokens: int
     mean_gap: float
@@ -136,6 +139,8 @@ def compare(
     trainer, rollout: one array a row, of the same lengths, values at tokens that were sampled and 0 elsewhere on both sides, or of sampled
                       tokens alone. What is not finite on a side is infinitely far.
 
+    The 3 % of the tokens that are furthest apart are set aside, unless one is not finite.
+
     What it sees, measured on random models of two layers and a width of 64 (`tests/unit/test_weights_probe.py` holds it): any one tensor
     left at its old value, where an update has moved it by 0.3 % of its RMS or more in float32, by 10 % in bfloat16; there the noise of
     rounding is 0.001 in the mean, a tenth of the tolerance. A square matrix that came transposed, an adapter that never came, a head that
@@ -153,19 +158,20 @@ def compare(
     ours, theirs = np.concatenate(trainer).astype(np.float64), np.concatenate(rollout).astype(np.float64)
     finite = np.isfinite(ours) & np.isfinite(theirs)
     gaps = np.abs(np.subtract(ours, theirs, out=np.full(len(ours), math.inf), where=finite))
-    scored = (ours != 0) | (theirs != 0)
-    worst = int(gaps.argmax())
+    count = max(int(((ours != 0) | (theirs != 0)).sum()), 1)
+    aside = int(_SET_ASIDE * count) if finite.all() else 0
+    order = np.argsort(-gaps, kind="stable")[aside:]
+    worst, counted = int(order[0]), count - aside
     prompt = int(np.searchsorted(np.cumsum(lengths), worst, side="right"))
-    count = max(int(scored.sum()), 1)
     return ProbeResult(
-        count, float(gaps.sum() / count), float(gaps[worst]), prompt, worst - sum(lengths[:prompt]), float(ours[worst]),
-        float(theirs[worst]), tolerance,
+        counted, float(gaps[order].sum() / counted), float(gaps[worst]), prompt, worst - sum(lengths[:prompt]),
+        float(ours[worst]), float(theirs[worst]), tolerance,
     )  # fmt: skip
 
 
 def calibrate(first: ProbeResult) -> Tolerance:
     """The tolerance of a run from its first probe, when both sides have just been loaded from one place: three times what rounding is
-    there, at least the tolerance it was compared by, at most ten times that. Some models round more than others."""
+    there, at least the tolerance it was compared by, at most twenty times that. Some models round more than others."""
     base = first.tolerance
     return Tolerance(
         mean=min(max(base.mean, _ALLOWANCE * first.mean_gap), _MOST * base.mean),
