@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from hybridflow.batch import Batch
 from hybridflow.cli.main import main
 from hybridflow.observability.report import build_report, read_run, write_report
-from hybridflow.observability.report.charts import build_chart, build_phases
+from hybridflow.observability.report.charts import build_chart, build_phases, label_ticks
 from hybridflow.observability.report.reading import RunRecord, Series
 from hybridflow.observability.report.rollouts import MAX_TOKENS, build_rollouts
 from hybridflow.observability.report.series import downsample, format_value, nice_ticks, running_mean
@@ -113,6 +113,25 @@ def test_ticks_are_few_and_lie_on_the_axis(low: float, span: float) -> None:
     assert 1 <= len(ticks) <= 9
     slack = 1e-6 * max(abs(low), abs(high), span)
     assert all(low - slack <= tick <= high + slack for tick in ticks)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "unit", "expected"),
+    [
+        (0.0, 3.0, "", ["0", "1", "2", "3"]), (0.99996, 1.00004, "", ["0.99996", "0.99998", "1.00000", "1.00002", "1.00004"]),
+        (6.1402 * 2**30, 6.1404 * 2**30, "bytes", None), (0.8120, 0.8121, "share", None), (2**20, 4 * 2**20, "bytes", None),
+    ],
+)  # fmt: skip
+def test_labels_tell_the_ticks_of_an_axis_apart(low: float, high: float, unit: str, expected: list[str] | None) -> None:
+    ticks = nice_ticks(low, high, 4)
+    labels = label_ticks(ticks, unit)
+    assert len(set(labels)) == len(ticks) >= 2
+    if expected is not None:
+        assert labels == expected
+    if unit:
+        scale = {"GiB": 2**30, "MiB": 2**20, "%": 0.01}
+        values = [float(number) * scale[sign] for number, sign in (label.split() for label in labels)]
+        assert values == pytest.approx(list(ticks), abs=0.51 * min(np.diff(ticks)))
 
 
 @pytest.mark.parametrize(

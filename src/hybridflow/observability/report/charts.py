@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from hybridflow.observability.report.names import Name, name_metric
 from hybridflow.observability.report.reading import RunRecord, Series
 from hybridflow.observability.report.series import (
+    BYTE_UNITS,
     choose_range,
     downsample,
     format_number,
@@ -109,7 +111,7 @@ def build_chart(metric: str, series: Series, record: RunRecord) -> Chart:
         dots=_dots(xs, y.place(buckets.mean)) if mean is None and len(xs) <= MAX_DOTS else "",
         width=width,
         x_ticks=step_ticks(record),
-        y_ticks=y.ticks(ticks, [label_tick(tick, name.unit) for tick in ticks]),
+        y_ticks=y.ticks(ticks, label_ticks(ticks, name.unit)),
         marks=start_marks(record),
         first=format_value(float(series.values[finite][0]), name.unit),
         latest=format_value(float(series.values[finite][-1]), name.unit),
@@ -138,9 +140,23 @@ def start_marks(record: RunRecord) -> tuple[float, ...]:
     return tuple(round(float(at) / 10, 2) for at in step_axis(record).place(np.array([s for s in inside if s > 0])))
 
 
-def label_tick(value: float, unit: str) -> str:
-    """A tick's label: with its unit where that scales it, else the number alone, since the unit stands above the axis."""
-    return format_value(value, unit) if unit in ("bytes", "share") else format_number(value)
+def label_ticks(ticks: Sequence[float], unit: str) -> list[str]:
+    """Labels of an axis, which tell its ticks apart: with the unit where that scales them, else numbers alone, since the unit stands above
+    the axis."""
+    labels = [format_value(tick, unit) if unit in ("bytes", "share") else format_number(tick) for tick in ticks]
+    if len(set(labels)) == len(labels):
+        return labels
+    scale, sign = _find_scale(max(ticks, key=abs), unit)
+    decimals = max(0, math.ceil(-math.log10(min(np.diff(ticks)) / scale)))
+    return [f"{tick / scale:,.{decimals}f}{sign}" for tick in ticks]
+
+
+def _find_scale(largest: float, unit: str) -> tuple[float, str]:
+    """What the numbers of an axis are divided by, and what stands behind them."""
+    if unit == "bytes":
+        power = min(int(math.log(max(abs(largest), 1.0), 1024)), len(BYTE_UNITS) - 1)
+        return 1024.0**power, f" {BYTE_UNITS[power]}"
+    return (0.01, " %") if unit == "share" else (1.0, "")
 
 
 def _number(value: float) -> str:

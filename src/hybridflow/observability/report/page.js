@@ -229,10 +229,10 @@
     const label = make("div", "label");
     label.append(make("strong", "", `Sample ${place}`));
     const reward = make("span");
-    if (row.r !== null) {
+    if (row.r !== null && mostReward > leastReward) {
       const meter = make("span", "meter");
       const bar = make("i");
-      bar.style.width = `${mostReward > leastReward ? (100 * (row.r - leastReward)) / (mostReward - leastReward) : 100}%`;
+      bar.style.width = `${(100 * (row.r - leastReward)) / (mostReward - leastReward)}%`;
       meter.append(bar);
       reward.append(meter);
     }

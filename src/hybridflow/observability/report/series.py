@@ -83,12 +83,15 @@ def nice_ticks(low: float, high: float, count: int) -> list[float]:
     return [tick for tick in ticks if tick <= high + step * 1e-9]
 
 
+BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
 def format_value(value: float, unit: str = "") -> str:
     """A number of three or four digits with its unit: `1.25 k tokens`, `634 MiB`, `81.2 %`."""
     if not math.isfinite(value):
         return "not finite"
     if unit == "bytes":
-        return _scaled(value, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB"))
+        return _scaled(value, 1024.0, BYTE_UNITS)
     if unit == "share":
         return f"{value * 100:.3g} %"
     if unit == "s":

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridflow.batch import Batch
-from hybridflow.observability.report.charts import Axis, Tick, label_tick, step_axis, step_ticks
+from hybridflow.observability.report.charts import Axis, Tick, label_ticks, step_axis, step_ticks
 from hybridflow.observability.report.reading import RunRecord
 from hybridflow.observability.report.series import choose_range, format_number, nice_ticks
 from hybridflow.observability.samples import list_steps, spread_path
@@ -131,7 +131,7 @@ def _fan(values: dict[int, NDArray[np.float64]], unit: str, record: RunRecord) -
         unit=unit,
         told="Line: the median.",
         x_ticks=step_ticks(record),
-        y_ticks=y.ticks(ticks, [label_tick(tick, unit) for tick in ticks]),
+        y_ticks=y.ticks(ticks, label_ticks(ticks, unit)),
     )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def _shares(
         )
         for index, value in enumerate(distinct[::-1])
     )
-    return Fan(layers, "", "share", "", step_ticks(record), y.ticks(ticks, [label_tick(t, "share") for t in ticks]))
+    return Fan(layers, "", "share", "", step_ticks(record), y.ticks(ticks, label_ticks(ticks, "share")))
 
 
 def _band(xs: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64]) -> str:
