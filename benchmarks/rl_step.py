@@ -5,7 +5,7 @@
 
 Random weights of the real shape, prompts of equal length, responses that go to their limit, a reward that costs nothing (the share of even
 tokens). hybridflow: generation and training on one set of bfloat16 weights over float32 masters; the rollout's own log-probabilities are
-the old ones; `share=1` computes the prompt of a group once in the update. TRL: bfloat16 weights and moments, no second pass for old
+the old ones; `share=0` computes the prompt of a group once a row in the update. TRL: bfloat16 weights and moments, no second pass for old
 log-probabilities, `vllm=1` its colocated vLLM (awake all the time: all of it fits), else Transformers' `generate`; `micro` rows at a time,
 `liger` and `torch_compile` as it has them. A case with vLLM runs in a process of its own where there are others.
 Prints seconds by phase of the fastest step after the warm-up, and tokens a second over the whole step, prompts and responses counted.
@@ -41,7 +41,7 @@ class Case:
     steps: int = 3
     budget: int = 65536
     compile: int = 1
-    share: int = 0
+    share: int = 1
     vllm: int = 0
     micro: int = 32
     liger: int = 1

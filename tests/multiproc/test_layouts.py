@@ -61,7 +61,7 @@ GATHERED = Case("untied", "sft, sequences", "uneven", more=(("offload", "optimiz
 """Where sharded weights are between passes."""
 LAYOUTS: dict[str, tuple[int, dict[str, int], list[Case]]] = {
     "alone": (1, {}, [*CASES, ROW_BY_ROW, SHARED]),
-    "data 2": (2, {}, [*CASES, ROW_BY_ROW]),
+    "data 2": (2, {}, [*CASES, ROW_BY_ROW, SHARED]),
     "data 4": (4, {}, CASES[:3]),
     "shard 2": (2, {"shard": 2}, [*CASES, ON_HOST, GATHERED, SHARED]),
     "shard 4": (4, {"shard": 0}, CASES[:3]),
@@ -73,7 +73,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], list[Case]]] = {
     "data 2, tensor 2": (4, {"tp": 2}, CASES[:2]),
     "tensor 2, sequence 2": (4, {"tp": 2, "sp": 2}, [CASES[0], CASES[2]]),
     "tensor 2, shard 2": (4, {"tp": 2, "shard": 2}, [CASES[0], GATHERED, CASES[3]]),
-    "sequence 2, shard 2": (2, {"sp": 2, "shard": 2}, [ONE_KV_HEAD, *CASES[1:3]]),
+    "sequence 2, shard 2": (2, {"sp": 2, "shard": 2}, [ONE_KV_HEAD, *CASES[1:3], SHARED]),
     "data 2, sequence 2, shard 2": (4, {"sp": 2, "shard": 2}, [CASES[0], CASES[1]]),
     "data 2, sequence 2, shard 4": (4, {"sp": 2, "shard": 0}, [CASES[2]]),
 }

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hybridflow.batch import Batch
+from hybridflow.checkpoint import Checkpoint, export
+from hybridflow.checkpoint.manifest import CheckpointError
 from hybridflow.cli.main import main
+from hybridflow.config import ConfigError
 from hybridflow.data import build_character_tokenizer
 from hybridflow.flow import commands
 
@@ -42,6 +48,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name / file).unlink() if content is None else (root / name / file).write_bytes(content)
     (root / "hollow").mkdir()
     (root / "file").write_text("x")
+    (root / "run").mkdir()
+    (root / "run" / "metrics.jsonl").write_text("")
     (root / "few.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": "1"}) + "\n" for i in range(8)))
     (root / "empty.jsonl").write_text("")
     (root / "rewards.py").write_text("X = 3\ndef good(response): return 1.0\ndef asks(response, gold): return 1.0\n")
@@ -84,6 +92,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             [*RL, *NEW, "+model.config={model_type: llama, hidden_size: 32, num_attention_heads: 4, vocab_size: 3}"],
             "model.config: vocab_size is 3, and the tokenizer has 16 tokens; leave it out",
         ),
+        (
+            [*RL, *NEW, "+model.config={model_type: llama, hidden_size: 32, num_attention_heads: 4, num_key_value_heads: 3}"],
+            "model.config: num_key_value_heads is 3 and does not divide num_attention_heads=4; set it to a number that does",
+        ),
         ([*RL, *NEW, "+model.config={hidden_size: 8}"], "model.config: the model config has no model_type"),
         ([*RL, "model.device=cuda:77"], "model.device: 'cuda:77' is not here, there are "),
         ([*RL, "model.device=gpu"], "model.device is 'gpu' and must match pattern "),
@@ -105,6 +117,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             [*RL[:3], "reward={route_by: answer, components: {a: {function: exact_match, values: [x, 2]}}}"],
             "reward.route_by: no component is for rows with answer='1', only for x, 2; name the value in the `values` of one",
+        ),
+        (
+            [*RL, "evaluation.stop_at=0.9"],
+            "evaluation.stop_at: 0.9 is never reached, since evaluation.data is not given; give evaluation.data.files=[...]",
         ),
         ([*RL, "evaluation.data.files=[nowhere.jsonl]"], "evaluation.data.files: 'nowhere.jsonl' names no file"),
         ([*SFT, "evaluation.data.files=[few.jsonl]"], "reward.function: evaluation.data is given, and nothing says what"),
@@ -161,6 +177,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["export", "checkpoint=tiny", "output=o"], "checkpoint: 'tiny' holds no whole checkpoint; give "),
         (["export", "checkpoint=hollow", "output=tiny"], "output: 'tiny' holds a model already (config.json); name "),
         (["export", "checkpoint=hollow", "output=file"], "output: 'file' is a file; name a directory"),
+        (["export", "checkpoint=hollow", "output=''"], "output: '' is no directory; name one"),
+        (["export", "checkpoint=hollow", "output=run"], "output: 'run' is a run's directory (it holds metrics.jsonl); name "),
+        (
+            ["export", "checkpoint=hollow", "output=file/x/y"],
+            "output: 'file/x/y' cannot be written (Not a directory); name a directory in a directory that can be",
+        ),
+        (
+            ["generate", "model.path=tiny", "prompts=[a]", f"output={'x' * 250}"],
+            f"output: '{'x' * 250}' cannot be written (File name too long); name a file in a directory that can be",
+        ),
         (["plan", "eval"], "'eval' is no command that can be planned; write one of rl, sft"),
         (["plan", *RL, "--svg", "no/x.svg"], "--svg: 'no/x.svg' cannot be written (No such file or directory); "),
         (["quickstart", "directory=file"], "directory: 'file/quickstart/"),
@@ -188,6 +214,26 @@ def test_a_wrong_command_line(
     (line,) = [line for line in shown.err.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: {message}")
     assert ("; " in line or ": rename " in line or ": name " in line) and "Traceback" not in shown.err
+
+
+def test_a_disk_that_is_full_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Batch, "to_parquet", fill)
+    with pytest.raises(
+        ConfigError, match=r"^output: 'o' cannot be written \(No space left on device\); name a file in "
+    ):
+        commands._write(Batch.from_columns(reward=[1.0]), "o")
+    source = tmp_path / "actor" / "huggingface"
+    source.mkdir(parents=True)
+    (source / "config.json").write_text('{"dtype": "float32"}')
+    monkeypatch.setattr(export, "save_file", fill)
+    checkpoint = SimpleNamespace(path=tmp_path, load_tensors=lambda *_: {})
+    with pytest.raises(
+        CheckpointError, match=r"^output: '.*out' cannot be written \(.*No space left on device\); make room"
+    ):
+        export.export_checkpoint(cast(Checkpoint, checkpoint), tmp_path / "out")
 
 
 def test_a_model_without_a_tokenizer(

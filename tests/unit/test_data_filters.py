@@ -432,7 +432,7 @@ def test_a_plan_tells_of_filters_and_a_run_records_them(
     written.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows[:4]]))
     name = write_filter("return answer != gone", f"answer, gone={rows[7]['answer']!r}")
     num_gone = sum(row["answer"] == rows[7]["answer"] for row in [*rows, *rows[:4]])
-    model = "{model_type: llama, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, max_position_embeddings: 64}"
+    model = "{model_type: llama, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 4, max_position_embeddings: 64}"
     overrides = [
         f"+model.config={model}", f"+model.tokenizer={tmp_path / 'tokenizer'}", f"data.files=[{written}]", "model.path=null",
         f"+data.keep_function={name}", "+data.deduplicate_by=[prompt]", "+data.max_tokens=40", "+data.on_long_row=error",

@@ -183,7 +183,7 @@ def test_resume_refuses_other_data_seed_or_order(numbers: str, tmp_path: Path) -
             r"^data.files: .*other.jsonl do not hold the rows .* \(7 rows, sha256 \w{12}; now 1 rows, .*start a new run$",
         ),
         (lambda: loader(numbers, seed=2), "^seed: 2 is not the 1 "),
-        (lambda: loader(numbers, seed=1, shuffle=False), "^shuffle: False is not the True "),
+        (lambda: loader(numbers, seed=1, shuffle=False), "^data.shuffle: false is not the true "),
     ):
         with pytest.raises(ConfigError, match=message):
             make().load_state(state)
@@ -236,12 +236,16 @@ def test_a_long_row_stops_where_that_is_set(lengths: str) -> None:
         loader(lengths, max_tokens=6, on_long_row="error", shuffle=False).take(4)
 
 
-def test_rows_of_which_none_can_be_used_are_an_error_not_a_wait(lengths: str) -> None:
+def test_rows_of_which_none_can_be_used_are_an_error_not_a_wait(lengths: str, tmp_path: Path) -> None:
     for epochs in (None, 1):
         with pytest.raises(
-            ConfigError, match="none of the 6 rows of .*lengths.jsonl can be used .*raise data.max_tokens"
+            ConfigError,
+            match=r"none of the 6 rows of .*lengths.jsonl can be used \(6 dropped\); raise data.max_tokens$",
         ):
             loader(lengths, max_tokens=2, epochs=epochs).take(1)
+    others = write(tmp_path / "others.jsonl", [{"prompt": str(n), "response": "x" * n} for n in (1, 2, 6)])
+    with pytest.raises(ConfigError, match=r"\(1 dropped, 2 short\); raise data.max_tokens and lower data.min_tokens$"):
+        loader(others, min_tokens=6, max_tokens=7).take(4)
 
 
 def test_a_row_that_only_its_tokens_show_to_be_bad(tmp_path: Path) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from hybridflow.checkpoint import CheckpointWriter
 from hybridflow.config import ConfigError, load_config
 from hybridflow.flow.commands import run_sft
-from hybridflow.flow.job import Job, describe_start
+from hybridflow.flow.job import CheckpointSettings, Job, describe_start, find_run
 from hybridflow.flow.quickstart import write_sums
 from hybridflow.flow.sft_job import SFTConfig
+from hybridflow.observability import run
+from hybridflow.observability.run import RunDirectory, RunSettings, claim_name
 from hybridflow.roles.policy import model_directory
 from hybridflow.runtime.api import RuntimeSettings
 from hybridflow.runtime.placement import PlacementSettings, PoolSettings
@@ -33,14 +38,43 @@ def test_a_run_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         run_sft(load_config(SFTConfig, config_name="sft", overrides=[*words, f"steps={steps}"]))
     told = [line.partition("; ")[2] for line in capsys.readouterr().err.splitlines() if "going on after" in line]
     assert told == ["1 step is left", "2 steps are left"]
-    run = tmp_path / "default" / "first"
-    assert not (run / "rollouts").exists() and (run / "metrics.jsonl").exists()
-    (checkpoint, *_) = (run / "checkpoints").glob("step_*")
+    first = tmp_path / "default" / "first"
+    assert not (first / "rollouts").exists() and (first / "metrics.jsonl").exists()
+    (checkpoint, *_) = (first / "checkpoints").glob("step_*")
     with pytest.raises(ConfigError) as caught:
         model_directory(str(checkpoint))
     assert str(caught.value) == (
         f"model.path: '{checkpoint}' is a checkpoint; hybridflow export checkpoint={checkpoint} output=DIR first"
     )
+
+
+def test_runs_without_a_name_share_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where both looked for a free name before either had one, and where the first one has ended and left a checkpoint."""
+    monkeypatch.setattr(run, "datetime", SimpleNamespace(datetime=SimpleNamespace(now=lambda: datetime(2026, 1, 2))))
+
+    def find() -> RunDirectory:
+        found, checkpoint = find_run(RunSettings(directory=str(tmp_path)), "rl", CheckpointSettings())
+        assert checkpoint is None and not found.path.exists()
+        return found
+
+    first, second = find(), find()
+    for found in (first, second):
+        found.hold()
+    with CheckpointWriter(first.checkpoints, 1) as writer:
+        writer.commit([], {"kind": "rl", "step": 1})
+    first.close()
+    third = find()
+    third.hold()
+    names = [found.path.name for found in (first, second, third)]
+    assert names == ["rl-20260102-000000", "rl-20260102-000000-2", "rl-20260102-000000-3"]
+    assert third.checkpoints == tmp_path / "default" / names[2] / "checkpoints"
+    second.close()
+    third.close()
+
+
+def test_quickstarts_without_a_name_share_no_directory(tmp_path: Path) -> None:
+    assert [claim_name(tmp_path / "q", "add", "-data") for _ in range(3)] == ["add", "add-2", "add-3"]
+    assert sorted(path.name for path in (tmp_path / "q").iterdir()) == ["add-2-data", "add-3-data", "add-data"]
 
 
 def test_a_model_that_is_not_there() -> None:

@@ -295,7 +295,12 @@ def test_supervised_fine_tuning(task: Path) -> None:
 
 def test_the_calls_are_those_that_a_run_makes(task: Path) -> None:
     words = rl_words(
-        task, "steps=1", "evaluation.data=null", "reward.inline=true", "rollout.chunks=3", "numerics=exact"
+        task,
+        "steps=1",
+        "evaluation={data: null, stop_at: null}",
+        "reward.inline=true",
+        "rollout.chunks=3",
+        "numerics=exact",
     )
     config = load_config(RLConfig, config_name="quickstart_rl", overrides=[*words, "algorithm.kl_coefficient=0.01"])
     nodes = plan_rl(config).graph.nodes

@@ -6,6 +6,7 @@ import fcntl
 import json
 import re
 import time
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from hybridflow.batch import Batch
 from hybridflow.cli.main import main
 from hybridflow.observability.report import build_report, read_run, write_report
-from hybridflow.observability.report.charts import build_chart, build_phases, label_ticks
+from hybridflow.observability.report.charts import NUM_COLORS, build_chart, build_phases, label_ticks
 from hybridflow.observability.report.reading import RunRecord, Series
 from hybridflow.observability.report.rollouts import MAX_TOKENS, build_rollouts
 from hybridflow.observability.report.series import downsample, format_value, nice_ticks, running_mean
@@ -120,6 +121,8 @@ def test_ticks_are_few_and_lie_on_the_axis(low: float, span: float) -> None:
     [
         (0.0, 3.0, "", ["0", "1", "2", "3"]), (0.99996, 1.00004, "", ["0.99996", "0.99998", "1.00000", "1.00002", "1.00004"]),
         (6.1402 * 2**30, 6.1404 * 2**30, "bytes", None), (0.8120, 0.8121, "share", None), (2**20, 4 * 2**20, "bytes", None),
+        (123.0, 124.0, "", ["123.00", "123.25", "123.50", "123.75", "124.00"]), (1000.0, 1010.0, "", None),
+        (0.97, 0.98, "share", ["97.00 %", "97.25 %", "97.50 %", "97.75 %", "98.00 %"]), (-3e-7, -2e-7, "", None), (0.0, 1e7, "", None),
     ],
 )  # fmt: skip
 def test_labels_tell_the_ticks_of_an_axis_apart(low: float, high: float, unit: str, expected: list[str] | None) -> None:
@@ -128,10 +131,35 @@ def test_labels_tell_the_ticks_of_an_axis_apart(low: float, high: float, unit: s
     assert len(set(labels)) == len(ticks) >= 2
     if expected is not None:
         assert labels == expected
-    if unit:
-        scale = {"GiB": 2**30, "MiB": 2**20, "%": 0.01}
-        values = [float(number) * scale[sign] for number, sign in (label.split() for label in labels)]
-        assert values == pytest.approx(list(ticks), abs=0.51 * min(np.diff(ticks)))
+    scale = {"GiB": 2**30, "MiB": 2**20, "%": 0.01, "": 1.0}
+    parts = [label.replace(",", "").partition(" ") for label in labels]
+    slack = (0.51 if unit == "bytes" else 1e-6) * min(np.diff(ticks))
+    assert [float(number) * scale[sign] for number, _, sign in parts] == pytest.approx(ticks, rel=0, abs=slack)
+
+
+@pytest.mark.parametrize(
+    "values", [[1.0, 1.0 + 2**-52, 1.0], [0.3, 0.1 + 0.2, 0.3], [0.7, 0.1 * 7, 0.7], [5.0, np.nextafter(5.0, 6.0), 5.0]], ids=str
+)  # fmt: skip
+def test_values_that_differ_by_rounding_are_drawn_as_equal_ones(values: list[float]) -> None:
+    assert len(set(values)) == 2
+    record = RunRecord(Path("r"), first_step=1, last_step=3)
+    chart, equal = (
+        build_chart("other/value", Series(np.arange(1, 4), np.array(series)), record) for series in (values, values[:1] * 3)
+    )  # fmt: skip
+    assert chart.y_ticks == equal.y_ticks and chart.raw == equal.raw
+    assert len({tick.label for tick in chart.y_ticks}) == len(chart.y_ticks) >= 3
+
+
+def test_ticks_are_distinct_where_floats_are_too_far_apart_for_the_step() -> None:
+    ticks = nice_ticks(1.0, 1.0 + 2**-51, 4)
+    assert 1 <= len(ticks) == len(set(ticks)) <= 3
+
+
+def test_the_style_has_each_colour_of_phases() -> None:
+    style = (resources.files("hybridflow.observability.report") / "page.css").read_text()
+    assert sorted(map(int, re.findall(r"\.p(\d+)\{fill:var\(--p\1\)\}", style))) == list(range(NUM_COLORS))
+    # Light, dark by the system's wish, and dark by the reader's.
+    assert sorted(map(int, re.findall(r"--p(\d+):#", style))) == sorted([*range(NUM_COLORS)] * 3)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,14 @@ def test_memory_beyond_the_limit_is_an_error_row() -> None:
     assert "MemoryError" in str(outcomes[1][1])
 
 
+def test_memory_that_does_not_suffice_to_load_the_function_is_named(tmp_path: Path) -> None:
+    (tmp_path / "large.py").write_text("TABLE = bytearray(1 << 30)\ndef score(response): return 1.0\n")
+    settings = RewardSettings(function=f"{tmp_path / 'large.py'}:score", max_memory_bytes=1 << 29)
+    expected = r"^reward.function: it cannot be loaded within reward.max_memory_bytes=536870912; raise that, or load less in it$"
+    with pytest.raises(ConfigError, match=expected), RewardPool(settings) as pool:
+        pool.score(rows("a"))
+
+
 def test_numbers_of_any_kind_are_rewards() -> None:
     def number(response: str) -> object:
         from fractions import Fraction

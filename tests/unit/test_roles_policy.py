@@ -17,6 +17,7 @@ SHAPE = {
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "vocab_size": 100,
 }
 

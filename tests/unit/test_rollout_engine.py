@@ -134,7 +134,9 @@ def test_limits_hold(exact_model, tokenizer, prompts, monkeypatch):
 
 def test_a_cache_that_cannot_hold_one_row_is_refused_with_the_remedy(exact_model, tokenizer, prompts):
     engine = NativeEngine(exact_model, tokenizer, NativeSettings(kv_cache_tokens=96))
-    with pytest.raises(ValueError, match="holds 96 tokens and the longest row may need 128; raise kv_cache_tokens"):
+    with pytest.raises(
+        ValueError, match="96 tokens and the longest row may need 128; raise rollout.native.kv_cache_tokens"
+    ):
         engine.generate(prompts, SAMPLING, step=0)
 
 

@@ -95,7 +95,7 @@ def test_eos_ids_come_from_tokenizer_and_generation_config(tokenizer):
     ("sampling", "message"),
     [
         ({"stop_strings": ("a", "")}, "empty string"),
-        ({"stop_token_ids": (5, 14)}, "holds 14, and the model has ids 0 to 13"),
+        ({"stop_token_ids": (5, 14)}, "^sampling.stop_token_ids holds 14, and the model has ids 0 to 13"),
     ],
 )
 def test_stops_that_could_never_be_honoured_are_refused(tokenizer, sampling, message):

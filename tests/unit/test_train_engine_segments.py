@@ -19,7 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from hybridflow.algorithms.losses import PolicyLoss, SFTLoss
 from hybridflow.batch import Batch
 from hybridflow.config import ConfigError
-from hybridflow.models import fresh_model
+from hybridflow.models import LanguageModel, fresh_model
 from hybridflow.models.attention import AttentionForm
 from hybridflow.models.attention_padded import SharedPlan
 from hybridflow.train_engine import TrainEngine, TrainSettings
@@ -31,7 +31,8 @@ from hybridflow.train_engine.segments import (
     build_segments,
     find_groups,
 )
-from hybridflow.types import RowState, Shaping
+from hybridflow.train_engine.settings import SharingSetting, resolve_sharing
+from hybridflow.types import Numerics, RowState, Shaping
 
 VOCAB = 40
 CONFIG = SMALL | {
@@ -148,6 +149,16 @@ def test_exact_numerics_refuse_to_share() -> None:
         TrainEngine(model, TrainSettings(share_prompts=True))
 
 
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+def test_where_nothing_is_set_rows_share_unless_numerics_are_exact(numerics: Numerics) -> None:
+    model = fresh_model({"model_type": "qwen3", **CONFIG, **FAMILIES["qwen3"]}, seed=1, numerics=numerics)
+    metrics = TrainEngine(model, TrainSettings()).update(build_rows(), PolicyLoss())
+    assert metrics["train/rows"].value == 11
+    assert ("train/shared_tokens" in metrics) == (numerics == "fast")
+    if numerics == "fast":
+        assert metrics["train/shared_tokens"].value == 19 * 2 + 32 * 1 + 39 * 2 + 3 * 1
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_groups_hold_each_row_once_begin_alike_and_keep_to_the_budget(data: st.DataObject) -> None:
@@ -183,6 +194,33 @@ def test_groups_hold_each_row_once_begin_alike_and_keep_to_the_budget(data: st.D
         for part, row, end in zip(parts, segments.rows, segments.ends, strict=False):
             assert np.array_equal(values[part], tokens[row][:end])
         assert parts[-1].tolist() == list(range(len(values), len(values) + 3))
+
+
+@pytest.mark.parametrize(
+    ("setting", "exact", "served", "shared"),
+    [
+        ("auto", False, True, True), ("auto", False, False, False), ("auto", True, True, False), (True, False, False, True),
+        (False, False, True, False),
+    ],
+)  # fmt: skip
+def test_auto_shares_where_attention_serves_it(
+    setting: SharingSetting, exact: bool, served: bool, shared: bool
+) -> None:
+    assert resolve_sharing(setting, exact=exact, served=served) is shared
+
+
+def test_cudnn_alone_takes_whole_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh_model({"model_type": "qwen3", **CONFIG, **FAMILIES["qwen3"]}, seed=1)
+    assert model.shares_keys
+    for kernel, shares in (
+        ("cudnn", False),
+        ("flash_attn_4", True),
+        ("torch", True),
+        ("padded", True),
+        ("exact", True),
+    ):
+        monkeypatch.setattr(LanguageModel, "packed_attention", kernel)
+        assert model.shares_keys is shares, kernel
 
 
 @pytest.mark.parametrize(("trunk", "branch", "shared"), [(5, 6, True), (2, 13, False), (2, 12, True), (0, 1, False)])

@@ -465,7 +465,10 @@ def test_too_many_steps_in_a_row_that_are_not_finite_stop_the_run() -> None:
     bad = poison(good, float("nan"))
     for batch in (bad, bad, good, bad, good.slice(0, 0), bad):
         engine.update(batch, PolicyLoss())
-    with pytest.raises(NonFiniteError, match=r"3 steps in a row .*max_skipped_steps is 2.* after 1 steps taken"):
+    with pytest.raises(
+        NonFiniteError,
+        match=r"3 steps in a row .*\(train.max_skipped_steps is 2.* after 1 steps taken\); lower train.optimizer.lr",
+    ):
         engine.update(bad, PolicyLoss())
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -56,9 +57,19 @@ def export_checkpoint(
     if merge:
         weights = _merge(weights, _find_base(source, base), checkpoint.role_state(role).get("adapter"), numbers)
     weights = {name: weight.to(numbers) for name, weight in weights.items()}
-    left_out = _MODEL_FILES if adapted and not merge else (ADAPTER_CONFIG, "config.json")
+    try:
+        _write(source, target, weights, None if adapted and not merge else config)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"output: '{target}' cannot be written ({' '.join(str(error).split())}); make room, or name a directory in one that can be"
+        ) from None
+
+
+def _write(source: Path, target: Path, weights: dict[str, Tensor], config: dict[str, Any] | None) -> None:
+    """The directory of a model with this configuration, or of an adapter where it is None."""
+    left_out = _MODEL_FILES if config is None else (ADAPTER_CONFIG, "config.json")
     shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*left_out))
-    if adapted and not merge:
+    if config is None:
         write_adapter(target, json.loads((source / ADAPTER_CONFIG).read_text()), weights)
         return
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from hybridflow.config import ConfigError
+from hybridflow.config.explain import shown
 from hybridflow.data.encode import Example, Prompt, Row
 from hybridflow.data.messages import BadRow, DataError
 from hybridflow.data.order import EpochOrder
@@ -14,6 +15,12 @@ from hybridflow.data.settings import DataSettings
 from hybridflow.data.sources import Rows, bad_row
 
 _CACHED_TOKENS = 1 << 24
+_RECOUNTED_ROWS = 1024
+_REMEDIES = {
+    "dropped": "raise data.max_tokens",
+    "short": "lower data.min_tokens",
+    "skipped": "mend those that were skipped",
+}
 
 _log = logging.getLogger(__name__)
 
@@ -54,14 +61,23 @@ class RowStream(Generic[Item]):
             found += usable
             # Any two epochs' worth of rows on end hold each row once.
             if num_left_out >= 2 * self.rows.num_rows or not (candidates or found or self.num_taken):
+                self._recount()
+                remedies = " and ".join(_REMEDIES[kind] for kind, count in self.counts.items() if count)
                 raise ConfigError(
                     f"data: none of the {self.rows.num_rows} rows of {', '.join(self.rows.files)} can be used ({self.tell_counts()}); "
-                    "mend them, raise data.max_tokens, or lower data.min_tokens"
+                    f"{remedies}"
                 )
             if not candidates:
                 break
         self.num_taken += len(found)
         return [number for number, _ in found], [item for _, item in found]
+
+    def _recount(self) -> None:
+        """Counts each row once, whose turn may have come in several epochs."""
+        before = dict(self.counts)
+        for start in range(0, self.rows.num_rows, _RECOUNTED_ROWS):
+            self._encode(list(range(start, min(start + _RECOUNTED_ROWS, self.rows.num_rows))))
+        self.counts = {kind: count - before[kind] for kind, count in self.counts.items()}
 
     def tell_counts(self) -> str:
         """What has become of rows so far, e.g. `2 dropped, 1 short`; empty where all were used as they are."""
@@ -89,10 +105,11 @@ class RowStream(Generic[Item]):
                 f"sha256 {state['fingerprint'][:12]}; now {now['num_rows']} rows, sha256 {now['fingerprint'][:12]}); "
                 "bring those back, with the data.keep_where, data.keep_function and data.deduplicate_by of then, or start a new run"
             )
-        for key in ("seed", "shuffle"):
+        for key, name in (("seed", "seed"), ("shuffle", "data.shuffle")):
             if state[key] != now[key]:
                 raise ConfigError(
-                    f"{key}: {now[key]} is not the {state[key]} that this run's order of rows comes from; set it back, or start a new run"
+                    f"{name}: {shown(now[key])} is not the {shown(state[key])} that this run's order of rows comes from; set it back, or "
+                    "start a new run"
                 )
         self.order.move_to(state["epoch"], state["position"])
         self.num_taken, self.counts = state["num_taken"], self.counts | state["counts"]

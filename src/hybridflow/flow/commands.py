@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -183,22 +185,58 @@ def run_eval(config: EvalConfig, *, reward_function: Callable[..., Any] | None =
         evaluator = Evaluator(config.evaluation, prompts, tokenizer, generator, reward, runtime)
         samples, metrics = evaluator.run(step=0)
         if config.output is not None:
-            runtime.get(reward.write(samples, Path(config.output).absolute()))
+            with _writing(config.output, "a file"):
+                runtime.get(reward.write(samples, Path(config.output).absolute()))
     return {"rows": samples.num_rows, **{name: metric.value for name, metric in metrics.items()}}
 
 
 def _check_output(output: str | None) -> None:
-    if output is not None and Path(output).is_dir():
-        raise ConfigError(f"output: '{output}' is a directory; name a file, such as {Path(output) / 'samples.parquet'}")
-    if output is not None and not Path(output).absolute().parent.is_dir():
+    if output is None:
+        return
+    with _writing(output, "a file"):
+        if Path(output).is_dir():
+            raise ConfigError(
+                f"output: '{output}' is a directory; name a file, such as {Path(output) / 'samples.parquet'}"
+            )
+        if not Path(output).absolute().parent.is_dir():
+            raise ConfigError(
+                f"output: the directory of '{output}' does not exist; make it, or name a file in one that does"
+            )
+        _try_file(Path(output).absolute().parent, Path(output).name)
+
+
+def _check_free(output: str) -> None:
+    if not output:
+        raise ConfigError("output: '' is no directory; name one")
+    with _writing(output, "a directory"):
+        _check_holds_nothing(Path(output))
+        directory = Path(output).absolute()
+        _try_file(next(path for path in (directory, *directory.parents) if path.exists()))
+
+
+def _try_file(directory: Path, name: str = "") -> None:
+    """Makes and removes a file there; its name is as long as that of one called `name` while that is not whole yet."""
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=name):
+        pass
+
+
+@contextlib.contextmanager
+def _writing(output: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        told = os.strerror(error.errno) if error.errno else error
         raise ConfigError(
-            f"output: the directory of '{output}' does not exist; make it, or name a file in one that does"
-        )
+            f"output: '{output}' cannot be written ({told}); name {what} in a directory that can be"
+        ) from None
 
 
-def _check_free(output: Path) -> None:
+def _check_holds_nothing(output: Path) -> None:
     if output.exists() and not output.is_dir():
         raise ConfigError(f"output: '{output}' is a file; name a directory")
+    for file in ("checkpoints", "metrics.jsonl"):
+        if (output / file).exists():
+            raise ConfigError(f"output: '{output}' is a run's directory (it holds {file}); name one of its own")
     for file, what in (("adapter_config.json", "an adapter"), ("config.json", "a model")):
         if (output / file).exists():
             raise ConfigError(f"output: '{output}' holds {what} already ({file}); name a directory that does not")
@@ -206,12 +244,13 @@ def _check_free(output: Path) -> None:
 
 def _write(samples: Batch, output: str | None) -> None:
     if output is not None:
-        samples.to_parquet(output)
+        with _writing(output, "a file"):
+            samples.to_parquet(output)
 
 
 def run_export(config: ExportConfig) -> str:
     """Writes the checkpoint's weights with its configuration and tokenizer as a Hugging Face directory; returns it."""
-    _check_free(Path(config.output))
+    _check_free(config.output)
     if config.base is not None and not config.merge:
         raise ConfigError("base: is for merge=true alone; set that, or leave base out")
     source = Path(config.checkpoint)

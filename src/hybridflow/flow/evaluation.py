@@ -48,9 +48,14 @@ def read_held_out(
 ) -> Batch | None:
     """The held-out prompts, or None where the settings name no data.
 
-    Raises ConfigError if they cannot be read, or if no reward can score them.
+    Raises ConfigError if they cannot be read, if no reward can score them, or if a goal is set that no evaluation can reach.
     """
     if settings.data is None:
+        if isinstance(settings, EvaluationSettings) and settings.stop_at is not None:
+            raise ConfigError(
+                f"evaluation.stop_at: {settings.stop_at:g} is never reached, since evaluation.data is not given; "
+                "give evaluation.data.files=[...], or leave stop_at out (null)"
+            )
         return None
     if reward is None and reward_function is None:
         raise ConfigError(

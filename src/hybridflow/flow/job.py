@@ -113,7 +113,7 @@ class Job:
         self._resume_from, self._config_yaml, self._sources = inputs.resume_from, config_yaml, inputs.sources
         self._last_evaluation: float | None = None
         self._starting, self._engine = starting, engine
-        self._progress = ProgressBar(self.run.path.name, num_steps, shown, enabled=self.run.settings.progress)
+        self._shown = shown
         self._safe: list[_SafePoint] = []
         self._told_skipped = False
         self._done_steps = 0
@@ -121,6 +121,9 @@ class Job:
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do, from 1. Ends early when an evaluation reaches its goal or the data ends."""
         self.run.hold()
+        self._progress = ProgressBar(
+            self.run.path.name, self.num_steps, self._shown, enabled=self.run.settings.progress
+        )
         if self._engine is not None:
             self._progress.tell(f"rollout engine {self._engine}")
         if self._starting is not None:

@@ -32,8 +32,7 @@ class KeptSamples:
         samples_per_prompt: int,
     ) -> None:
         self._run, self._runtime, self._reward, self._tokenizer = run, runtime, reward, tokenizer
-        self._files = SampleFiles(run.samples, num_steps)
-        self._samples_per_prompt = samples_per_prompt
+        self._num_steps, self._samples_per_prompt = num_steps, samples_per_prompt
         self._trained: BatchRef | None = None
 
     def score(self, step: int, batch: BatchRef, actor: Actor) -> None:
@@ -52,13 +51,17 @@ class KeptSamples:
         with phase("write"):
             samples, spread = self._runtime.get(self._reward.cut(rewarded, rows, self._trained))
             try:
-                self._files.write(step, add_pieces(samples, self._tokenizer), spread)
+                self._files().write(step, add_pieces(samples, self._tokenizer), spread)
             except OSError as error:
                 # A run does not fail by what only its report shows.
                 _log.warning("step %s: its samples were not kept for the report (%s)", step, error)
 
+    def _files(self) -> SampleFiles:
+        # Where they are is sure once the run is open.
+        return SampleFiles(self._run.samples, self._num_steps)
+
     def _plan(self, step: int, batch: BatchRef, *, is_last: bool) -> list[int]:
         """Rows of the step to keep; none where it is not one to keep."""
         is_asked = self._run.is_open and self._run.settings.report
-        is_due = is_asked and self._files.is_due(step, is_last=is_last)
+        is_due = is_asked and self._files().is_due(step, is_last=is_last)
         return plan_rows(batch.num_rows, self._samples_per_prompt) if is_due else []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
 import random
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hybridflow.flow.commands import EvalConfig, run_eval, run_rl, run_sft
 from hybridflow.flow.evaluation import HeldOutSettings
 from hybridflow.flow.rl_job import RLConfig
 from hybridflow.flow.sft_job import SFTConfig
+from hybridflow.observability.run import claim_name
 from hybridflow.roles.policy import ModelSettings
 from hybridflow.runtime.api import RuntimeSettings
 from hybridflow.runtime.placement import PlacementSettings
@@ -57,8 +59,9 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
     _tell(
         "A new model learns to add numbers of two digits. Answers are written last digit first: 37+48=58 stands for 85."
     )
-    name = config.name or f"add-{datetime.datetime.now():%Y%m%d-%H%M%S}-seed{config.seed}"
-    directory = Path(config.directory) / "quickstart" / f"{name}-data"
+    root = Path(config.directory) / "quickstart"
+    name = config.name or _claim_name(root, f"add-{datetime.datetime.now():%Y%m%d-%H%M%S}-seed{config.seed}")
+    directory = root / f"{name}-data"
     files = write_sums(directory, config.seed)
     sft = _sft_config(config, name, directory, files)
     _tell(
@@ -70,9 +73,8 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
     result = run_rl(rl)
     seconds = time.perf_counter() - started_s
     _tell(f"""Try it: hybridflow generate model.path={result["run"]} 'prompts=["37+48="]' sampling.temperature=0""")
-    sft_run = Path(config.directory) / "quickstart" / f"{name}-sft"
     return {
-        "sft_accuracy": _accuracy(config, str(sft_run), files["test"], rl),
+        "sft_accuracy": _accuracy(config, str(root / f"{name}-sft"), files["test"], rl),
         "rl_accuracy": _accuracy(config, result["run"], files["test"], rl),
         "seconds": round(seconds, 1),
         "run": result["run"],
@@ -81,6 +83,21 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
 
 def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _claim_name(root: Path, stamp: str) -> str:
+    with _making(root / f"{stamp}-data"):
+        return claim_name(root, stamp, "-data")
+
+
+@contextlib.contextmanager
+def _making(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"directory: '{directory}' cannot be made ({error.strerror}); name a directory that can be written"
+        ) from None
 
 
 def write_sums(directory: Path, seed: int) -> dict[str, str]:
@@ -92,12 +109,8 @@ def write_sums(directory: Path, seed: int) -> dict[str, str]:
     random.Random(seed).shuffle(sums)
     parts = {"valid": sums[: HELD_OUT["valid"]], "test": sums[HELD_OUT["valid"] : sum(HELD_OUT.values())]}
     parts["train"] = sums[sum(HELD_OUT.values()) :]
-    try:
+    with _making(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"directory: '{directory}' cannot be made ({error.strerror}); name a directory that can be written"
-        ) from None
     build_character_tokenizer(CHARACTERS).save_pretrained(directory / "tokenizer")
     files = {part: directory / f"{part}.jsonl" for part in parts}
     for part, file in files.items():

@@ -62,6 +62,11 @@ def check_family(config: PretrainedConfig) -> None:
         raise UnsupportedModelError(
             "the model attends in both directions (use_bidirectional_attention); use a causal one"
         )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if kv_heads < 1 or heads % kv_heads:
+        raise UnsupportedModelError(
+            f"num_key_value_heads is {kv_heads} and does not divide num_attention_heads={heads}; set it to a number that does"
+        )
     rope = rope_types(settings)
     for kind in _BATCH_DEPENDENT_ROPE:
         if kind in rope:

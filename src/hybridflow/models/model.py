@@ -82,6 +82,11 @@ class LanguageModel:
         return self.packed_kernel or "torch"
 
     @property
+    def shares_keys(self) -> bool:
+        """Whether rows that share what they begin with go through what computes attention of others; else through torch's own."""
+        return all(kernel.takes_keys for name, kernel in KERNELS.items() if name == self.packed_attention)
+
+    @property
     def head_weight(self) -> Tensor:
         """Weight of the language-model head, [V, D]; the embedding's own where the two are tied."""
         return self.module.get_output_embeddings().weight

@@ -17,8 +17,10 @@ runs/<project>/<name>/
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -26,7 +28,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -64,16 +66,31 @@ class RunDirectory:
     """Writes into one run's directory. `hold` is the only call that creates it; `open` comes after it."""
 
     def __init__(self, settings: RunSettings, kind: str) -> None:
-        name = settings.name or f"{kind}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
         self.settings = settings
-        self.path = Path(settings.directory) / settings.project / name
-        self.checkpoints = self.path / "checkpoints"
-        self.model = self.path / "model"
-        self.samples = self.path / "samples"
+        self._root = Path(settings.directory) / settings.project
+        self._stamp = f"{kind}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        # A name that nobody gave is a new one: a run is gone on with by a name that was given.
+        free = (name for name in iter_names(self._stamp) if not os.path.exists(self._root / name))
+        self.path = self._root / (settings.name or next(free))
         self.is_open = False
         self._checkpoints_seen = self._list_checkpoints()
         self._writer: Any = None
         self._lock: int | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints are."""
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """Where its result is."""
+        return self.path / "model"
+
+    @property
+    def samples(self) -> Path:
+        """Where samples are kept for the report."""
+        return self.path / "samples"
 
     def open(self, config_yaml: str, *, resume_step: int, sources: Mapping[str, str], engine: str | None) -> None:
         """Creates the directory, or goes on in one: lines of steps after `resume_step` are cut off, they come again.
@@ -98,11 +115,14 @@ class RunDirectory:
         return sorted(path.name for path in self.checkpoints.glob("step_*"))
 
     def hold(self) -> None:
-        """Makes the directory and holds it against other processes, as long as this one lives.
+        """Makes the directory and holds it against other processes, as long as this one lives. `path` is sure from here on: a run without
+        a name takes another where one that started in the same second came first.
 
         Raises ConfigError where another one holds it, or has saved a step since this one looked for the newest.
         """
         try:
+            if self.settings.name is None:
+                self.path = self._root / claim_name(self._root, self._stamp)
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR)
         except OSError as error:
@@ -170,6 +190,21 @@ class RunDirectory:
     def _append(self, name: str, record: dict[str, Any]) -> None:
         with open(self.path / name, "a") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def iter_names(stamp: str) -> Iterator[str]:
+    """`stamp`, then `stamp-2`, `stamp-3` and so on."""
+    return (stamp if number == 1 else f"{stamp}-{number}" for number in itertools.count(1))
+
+
+def claim_name(root: Path, stamp: str, ending: str = "") -> str:
+    """The first of the stamp's names whose directory, the name and `ending`, was not there; it is made, so that no other process has it."""
+    root.mkdir(parents=True, exist_ok=True)
+    for name in iter_names(stamp):
+        with contextlib.suppress(FileExistsError):
+            (root / f"{name}{ending}").mkdir()
+            break
+    return name
 
 
 def _cut_after(path: Path, step: int) -> None:

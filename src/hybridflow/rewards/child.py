@@ -275,7 +275,7 @@ def main(request_fd: int, result_fd: int, parent_pid: int) -> None:
                 functions[name] = load(described)
                 parameters[name] = read_parameters(functions[name])
             except FunctionError as error:
-                _write(result_fd, {"error": str(error), "function": name})
+                _write(result_fd, {"error": _tell_load(error, hello["max_memory_bytes"]), "function": name})
                 return
         _write(result_fd, {"parameters": parameters})
 
@@ -290,6 +290,12 @@ def main(request_fd: int, result_fd: int, parent_pid: int) -> None:
             _limit_cpu(hello["cpu_limit_s"])
             serve(functions[name], rows, answer)
             _limit_cpu(0.0)
+
+
+def _tell_load(error: FunctionError, max_memory_bytes: int | None) -> str:
+    if max_memory_bytes is None or not isinstance(error.__cause__, MemoryError):
+        return str(error)
+    return f"it cannot be loaded within reward.max_memory_bytes={max_memory_bytes}; raise that, or load less in it"
 
 
 def _limit_cpu(seconds: float) -> None:

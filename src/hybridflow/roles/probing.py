@@ -24,6 +24,7 @@ from hybridflow.weights.probe import (
     check_probe,
     choose_tolerance,
     compare,
+    drop_unsettled,
     score_rows,
 )
 
@@ -53,8 +54,8 @@ class SyncProbe:
         tokens, theirs = self._agree(samples.arrays("tokens")), score_rows(samples, samples.arrays("rollout_logprobs"))
         ours = score_rows(samples, self._score(samples.with_column("tokens", tokens), only_masked=True))
         kept = [
-            # Of the equal tokens those of the response, which `scores` are of: the rest is the prompt.
-            count_equal(one, other) - (len(one) - len(scores))
+            # Of the equal tokens those that `scores` are of, the last ones of their row.
+            max(count_equal(one, other) - (len(one) - len(scores)), 0)
             for one, other, scores in zip(tokens, samples.arrays("tokens"), theirs, strict=True)
         ]
         pairs = [(our[:count], their[:count]) for our, their, count in zip(ours, theirs, kept, strict=True)]
@@ -102,9 +103,9 @@ class ReceivedProbe:
         ours = engine.score([row for row in scores.rows if len(row) < engine.longest_row])
         if ours is None:
             return
-        theirs = [row for row in scores.logprobs if len(row) < engine.longest_row]
+        theirs = drop_unsettled([row for row in scores.logprobs if len(row) < engine.longest_row])
         tolerance = self._tolerance or choose_tolerance(ours.dtype, scores.dtype)
-        result = compare(theirs, ours.logprobs, tolerance)
+        result = compare(theirs, drop_unsettled(ours.logprobs), tolerance)
         if self._tolerance is None:
             self._tolerance = calibrate(result)
             result = replace(result, tolerance=self._tolerance)

@@ -19,7 +19,7 @@ from hybridflow.train_engine import (
 from hybridflow.train_engine.backends import check_liger
 from hybridflow.train_engine.layers import check_layers, plan_compile
 from hybridflow.train_engine.memory import GIB, MODES, LayerMode, MemoryEstimate, ModelShape, compute_memory, read_shape
-from hybridflow.train_engine.settings import resolve_sharing
+from hybridflow.train_engine.settings import check_sharing
 from hybridflow.types import Numerics
 
 
@@ -34,7 +34,7 @@ def check_training(
     if train.lora is not None:
         _check_adapter(train.lora, train, model)
     on_gpu = (DEVICE_TYPES[kind] if kind else resolve_device(model.device)) != "cpu"
-    resolve_sharing(train.share_prompts, exact=numerics == "exact")
+    check_sharing(train.share_prompts, exact=numerics == "exact")
     _check_liger(model, train, numerics, on_gpu=on_gpu)
     check_layers(
         train.gradient_checkpointing,

@@ -92,9 +92,10 @@ class TrainEngine:
     seed:  draws a new adapter.
 
     Determinism: with the same rows in the same order on the same layout of ranks, the same settings and the same number of
-    threads, every number is bit-equal on the CPU: micro-batches, their order and the order of all sums follow from the row
-    lengths. In exact mode a row's log-probabilities do not depend on its micro-batch either. Gradients of other micro-batch
-    splits or layouts differ by rounding: 1e-5 relative in float32, 1e-10 in float64.
+    threads, every number is bit-equal on the CPU: micro-batches, their order and the order of all sums follow from the rows'
+    lengths and, where rows share it, from what they begin with. In exact mode a row's log-probabilities do not depend on its
+    micro-batch either. Gradients of other micro-batch splits or layouts differ by rounding: 1e-5 relative in float32, 1e-10 in
+    float64.
     """
 
     def __init__(self, model: LanguageModel, settings: TrainSettings, ranks: Ranks = ALONE, *, seed: int = 0) -> None:
@@ -110,7 +111,9 @@ class TrainEngine:
         self.layers = build_layers(model, settings, self.mesh)
         parameters = {plain_name(name): weight for name, weight in model.module.named_parameters()}
         self.optimizer = AdamW(parameters, settings.optimizer, self.mesh, on_host=settings.offload == "optimizer")
-        self._shares_prompts = resolve_sharing(settings.share_prompts, exact=model.numerics == "exact")
+        self._shares_prompts = resolve_sharing(
+            settings.share_prompts, exact=model.numerics == "exact", served=model.shares_keys
+        )
         self._steps_taken = 0
         self._skipped_in_a_row = 0
 
@@ -386,9 +389,9 @@ class TrainEngine:
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row > self.settings.max_skipped_steps:
             raise NonFiniteError(
-                f"{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite (max_skipped_steps is "
+                f"{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite (train.max_skipped_steps is "
                 f"{self.settings.max_skipped_steps}; the last had loss {mean_loss:.6g} and gradient norm {grad_norm:.6g}, after "
-                f"{self._steps_taken} steps taken); lower optimizer.lr, or look at the rows of this step"
+                f"{self._steps_taken} steps taken); lower train.optimizer.lr, or look at the rows of this step"
             )
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hybridflow.models.attention import SharedKeys
 
 MIN_SAVED = 1 / 8
-"""Of a group's tokens, those that sharing has to save: a pass with trunks has masks, and keys and values to copy."""
+"""Share of a group's tokens that sharing has to save: a pass with trunks has masks, and keys and values to copy."""
 MAX_KEYS_PER_TOKEN = 8
 """Each branch has a copy of its trunk's keys and values, in every layer; a group has at most so many for each token that it computes."""
 
@@ -51,7 +51,7 @@ def find_groups(
 
     tokens, scored: flat, row i at `offsets[i]:offsets[i + 1]`.
     max_tokens:     of a group; larger ones are cut in two and more, each with the trunk, and rows that are too long with it go alone. So
-                    are those with more than `MAX_KEYS_PER_TOKEN`; rows that would save less than `MIN_SAVED` go alone.
+                    are those with more than `MAX_KEYS_PER_TOKEN`. Rows that would save less than `MIN_SAVED` go alone too.
     """
     alike: dict[tuple[int, bytes], list[int]] = {}
     for row in rows:

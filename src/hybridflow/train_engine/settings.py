@@ -22,8 +22,9 @@ class TrainSettings:
     """Tokens that go through the model together; more is faster and takes more memory. A longer row goes alone. Changes no
     gradient beyond rounding."""
     share_prompts: SharingSetting = "auto"
-    """Computes the tokens that rows begin with, as the samples of a prompt do, once for all of them, forward and backward, wherever it
-    saves an eighth of them; same gradients but for rounding. `auto` does unless numerics are exact, which computes each row apart."""
+    """Computes the tokens that rows begin with, as the samples of a prompt do, once for all of them, forward and backward, where that
+    saves an eighth of a group's tokens or more; same gradients but for rounding. `auto` does unless numerics are exact, which computes
+    each row apart, or the attention kernel takes whole rows only (cuDNN's)."""
     parallel_config: ParallelConfig = Field(default_factory=ParallelConfig)
     """How trainers share the model: data, tensor and sequence parallel, and over how many its storage is split."""
     lora: LoraSettings | None = None
@@ -60,10 +61,18 @@ class TrainSettings:
             )
 
 
-def resolve_sharing(share_prompts: SharingSetting, *, exact: bool) -> bool:
-    """Whether rows share what they begin with. Raises ConfigError where they are told to and may not."""
+def check_sharing(share_prompts: SharingSetting, *, exact: bool) -> None:
+    """Raises ConfigError where rows are told to share what they begin with, and may not."""
     if exact and share_prompts is True:
         raise ConfigError(
             "train.share_prompts is true, but numerics 'exact' computes each row by itself; write auto, or numerics=fast"
         )
-    return not exact and share_prompts is not False
+
+
+def resolve_sharing(share_prompts: SharingSetting, *, exact: bool, served: bool) -> bool:
+    """Whether rows share what they begin with. Raises ConfigError where `check_sharing` does.
+
+    served: whether the attention of rows that share is as fast as that of others, without which `auto` does not.
+    """
+    check_sharing(share_prompts, exact=exact)
+    return served and not exact if share_prompts == "auto" else share_prompts

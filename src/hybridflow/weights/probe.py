@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from hybridflow.types import Metrics, SamplingParams, maximum, mean
 
 PROMPT_LENGTHS = (3, 21, 40, 70)
 """Within a cache block, and across one and two of 32 tokens."""
+UNSETTLED_TOKENS = 12
+"""Of a row of random tokens, the first ones, whose predictions do not count: there some models amplify rounding a hundredfold.
+SmolLM2-135M in bfloat16 is 0.06 nats from float32 in the mean, and up to 12 at the second token of one row in twenty."""
 NEW_TOKENS = 24
 
 
@@ -75,10 +79,10 @@ TOLERANCES = {
     torch.bfloat16: Tolerance(mean=0.01, max=0.2),
 }
 """By the type that both sides compute in. Log-probabilities themselves are float32."""
-_ALLOWANCE, _MOST = 3.0, 20.0
-_SET_ASIDE = 0.03
-"""Share of the tokens that does not count, those furthest apart: at a few positions, early in a row that makes no sense, some models
-amplify rounding a hundredfold. SmolLM2-135M in bfloat16 is 0.05 nats from float32 in the mean, and 2 to 18 in one of a few hundred."""
+_ALLOWANCE, _TAIL, _MOST = 3.0, 30.0, 10.0
+_SET_ASIDE = 0.02
+"""Share of the tokens that do not count, those furthest apart: the same model is over 0.5 nats from float32 at one later token of a
+thousand, which a run of many probes would meet."""
 
 
 def choose_tolerance(*dtypes: torch.dtype) -> Tolerance:
@@ -139,7 +143,7 @@ def compare(
     trainer, rollout: one array a row, of the same lengths, values at tokens that were sampled and 0 elsewhere on both sides, or of sampled
                       tokens alone. What is not finite on a side is infinitely far.
 
-    The 3 % of the tokens that are furthest apart are set aside, unless one is not finite.
+    The 2 % of the tokens that are furthest apart are set aside, one of 87, unless one is not finite.
 
     What it sees, measured on random models of two layers and a width of 64 (`tests/unit/test_weights_probe.py` holds it): any one tensor
     left at its old value, where an update has moved it by 0.3 % of its RMS or more in float32, by 10 % in bfloat16; there the noise of
@@ -148,7 +152,8 @@ def compare(
 
     What it cannot see: a weight that is left out while updates are still smaller than that, as in the first steps at a learning rate of
     1e-6; in bfloat16 small biases of queries and keys, which the softmax all but cancels; rows of an embedding that no token of the probe
-    uses. Where `iter_moved` comes before the first sync, the first of these is seen too.
+    uses; what touches a fiftieth of its tokens or fewer, as one of 64 parts of a head does. Where `iter_moved` comes before the first
+    sync, the first of these is seen too.
     """
     lengths = [len(row) for row in trainer]
     if lengths != [len(row) for row in rollout] or not sum(lengths):
@@ -171,11 +176,12 @@ def compare(
 
 def calibrate(first: ProbeResult) -> Tolerance:
     """The tolerance of a run from its first probe, when both sides have just been loaded from one place: three times what rounding is
-    there, at least the tolerance it was compared by, at most twenty times that. Some models round more than others."""
+    there, and thirty times its mean for the largest, at least the tolerance it was compared by, at most ten times that. Some models round
+    more than others. A fault that is there from the first probe on is seen only beyond that."""
     base = first.tolerance
     return Tolerance(
         mean=min(max(base.mean, _ALLOWANCE * first.mean_gap), _MOST * base.mean),
-        max=min(max(base.max, _ALLOWANCE * first.max_gap), _MOST * base.max),
+        max=min(max(base.max, _ALLOWANCE * first.max_gap, _TAIL * first.mean_gap), _MOST * base.max),
     )
 
 
@@ -186,10 +192,15 @@ def check_probe(result: ProbeResult, version: int) -> None:
         raise ProbeError(
             f"version {version} of the weights is not the same on both sides: over {result.num_tokens} tokens the log-probabilities of "
             f"trainer and rollout differ by {result.mean_gap:.3g} in the mean and {result.max_gap:.3g} at most (tolerance {limit.mean:g} "
-            f"and {limit.max:g}); prompt {result.prompt} is worst, at token {result.position}: {result.trainer:.6g} and "
-            f"{result.rollout:.6g}. A weight was left out or came wrong, or something cached of older ones is still in use: go on from the "
-            "last checkpoint with another transport or engine, and report it"
+            f"and {limit.max:g}, the furthest 2 % left out); prompt {result.prompt} is worst, at token {result.position}: "
+            f"{result.trainer:.6g} and {result.rollout:.6g}. A weight was left out or came wrong, or something cached of older ones is "
+            "still in use: go on from the last checkpoint with another transport or engine, and report it"
         )
+
+
+def drop_unsettled(rows: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    """What whole rows have at the tokens that count, see `UNSETTLED_TOKENS`; of a short row the second half."""
+    return [np.asarray(row)[min(UNSETTLED_TOKENS, len(row) // 2) :] for row in rows]
 
 
 def iter_moved(weights: Iterable[tuple[str, Tensor]], seed: int, scale: float = 0.3) -> Iterator[tuple[str, Tensor]]:
@@ -207,6 +218,6 @@ def iter_moved(weights: Iterable[tuple[str, Tensor]], seed: int, scale: float = 
 
 
 def score_rows(batch: Batch, logprobs: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
-    """Of each row those of sampled tokens: rows as `RolloutEngine.generate` gave them, with values at every token."""
-    masks = batch.arrays("loss_mask")
-    return [np.asarray(row)[np.asarray(mask, np.bool_)] for row, mask in zip(logprobs, masks, strict=True)]
+    """Of each row those of sampled tokens that count: rows as `RolloutEngine.generate` gave them, with values at every token."""
+    masks = drop_unsettled(batch.arrays("loss_mask"))
+    return [row[np.asarray(mask, np.bool_)] for row, mask in zip(drop_unsettled(logprobs), masks, strict=True)]

@@ -31,6 +31,8 @@ MAX_BARS = 60
 """Bars of the chart of phases."""
 DIGITS = 5
 """Of a value in a tooltip."""
+NUM_COLORS = 10
+"""Colours of phases, `.p0` to `.p9` in page.css; further phases begin again."""
 
 
 @dataclass(frozen=True)
@@ -141,14 +143,28 @@ def start_marks(record: RunRecord) -> tuple[float, ...]:
 
 
 def label_ticks(ticks: Sequence[float], unit: str) -> list[str]:
-    """Labels of an axis, which tell its ticks apart: with the unit where that scales them, else numbers alone, since the unit stands above
-    the axis."""
+    """Labels of an axis, which say where its ticks are (of bytes, tell them apart): with the unit where that scales them, else numbers
+    alone, since the unit stands above the axis."""
     labels = [format_value(tick, unit) if unit in ("bytes", "share") else format_number(tick) for tick in ticks]
-    if len(set(labels)) == len(labels):
+    if len(ticks) < 2:
         return labels
     scale, sign = _find_scale(max(ticks, key=abs), unit)
-    decimals = max(0, math.ceil(-math.log10(min(np.diff(ticks)) / scale)))
+    step = float(min(np.diff(ticks)))
+    if len(set(labels)) == len(labels) and (unit == "bytes" or _are_exact(labels, ticks, scale, step)):
+        return labels
+    decimals = _count_decimals(step / scale)
     return [f"{tick / scale:,.{decimals}f}{sign}" for tick in ticks]
+
+
+def _are_exact(labels: Sequence[str], ticks: Sequence[float], scale: float, step: float) -> bool:
+    told = (float(label.split()[0].replace(",", "")) * scale for label in labels)
+    return all(abs(value - tick) <= 1e-6 * step for value, tick in zip(told, ticks, strict=True))
+
+
+def _count_decimals(step: float) -> int:
+    """That write multiples of a step: two digits of it, or one where there is no other, since steps are 1, 2, 2.5 or 5."""
+    decimals = max(0, math.ceil(-math.log10(step)))
+    return decimals if math.isclose(round(step, decimals), step, rel_tol=1e-6) else decimals + 1
 
 
 def _find_scale(largest: float, unit: str) -> tuple[float, str]:

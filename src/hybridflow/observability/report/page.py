@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from hybridflow.observability.report.charts import Chart, build_chart, build_phases
+from hybridflow.observability.report.charts import NUM_COLORS, Chart, build_chart, build_phases
 from hybridflow.observability.report.names import EXPECTED, GROUPS, HEADLINES, group_of
 from hybridflow.observability.report.reading import RunRecord, Series, read_run
 from hybridflow.observability.report.rollouts import build_rollouts
@@ -81,6 +81,7 @@ def build_report(record: RunRecord) -> str:
         num_metrics=len(record.metrics),
         max_curves=MAX_CURVES,
         phases=build_phases(record),
+        num_colors=NUM_COLORS,
         spreads=spreads,
         rollouts=rollouts,
         num_kept=num_kept,

@@ -61,8 +61,11 @@ def smoothing_width(count: int) -> int:
 
 
 def choose_range(low: float, high: float, *, from_zero: bool) -> tuple[float, float]:
-    """Ends of an axis that shows low to high, with some room; never empty. from_zero: where nothing is below 0."""
-    if low == high:
+    """Ends of an axis that shows low to high, with some room; never empty. from_zero: where nothing is below 0.
+
+    Values that differ by rounding alone are equal: no label could tell them apart.
+    """
+    if high - low <= 1e-12 * max(abs(low), abs(high)):
         room = abs(low) * 0.1 or 1.0
         return (0.0 if low >= 0 and from_zero else low - room), high + room
     room = (high - low) * 0.05
@@ -71,7 +74,7 @@ def choose_range(low: float, high: float, *, from_zero: bool) -> tuple[float, fl
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:
-    """Round numbers within low to high, about `count` of them: multiples of 1, 2, 2.5 or 5 times a power of ten."""
+    """Round numbers within low to high, about `count` of them and no two equal: multiples of 1, 2, 2.5 or 5 times a power of ten."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low]
@@ -80,7 +83,7 @@ def nice_ticks(low: float, high: float, count: int) -> list[float]:
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     ticks = [round(index * step, 12) if step > 1e-9 else index * step for index in range(first, first + 2 * count + 2)]
-    return [tick for tick in ticks if tick <= high + step * 1e-9]
+    return list(dict.fromkeys(tick for tick in ticks if tick <= high + step * 1e-9))
 
 
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -346,7 +346,7 @@ class NativeEngine:
         if wanted < least + self._num_idle_blocks:
             raise ConfigError(
                 f"the KV cache holds {wanted * BLOCK_SIZE} tokens and the longest row may need {least * BLOCK_SIZE}; "
-                "raise kv_cache_tokens or kv_memory_fraction, or lower max_new_tokens"
+                "raise rollout.native.kv_cache_tokens or rollout.native.kv_memory_fraction, or lower sampling.max_new_tokens"
             )
         if self._cache is None or self._cache.num_blocks < wanted:
             self._free_cache()

@@ -94,5 +94,5 @@ def _check_stops(sampling: SamplingParams, vocab_size: int) -> None:
     outside = [index for index in sampling.stop_token_ids if not 0 <= index < vocab_size]
     if outside:
         raise ConfigError(
-            f"stop_token_ids holds {outside[0]}, and the model has ids 0 to {vocab_size - 1}; take it out"
+            f"sampling.stop_token_ids holds {outside[0]}, and the model has ids 0 to {vocab_size - 1}; take it out"
         )
