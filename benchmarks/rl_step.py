@@ -238,10 +238,11 @@ def describe(
     if DEVICE.type == "cuda":
         found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
     if case.busy and step is not None and DEVICE.type == "cuda":
-        started_s = time.perf_counter()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+            # The profiler's own start and end take up to a second.
+            started_s = time.perf_counter()
             step(len(steps) + 1)
-        whole_s = time.perf_counter() - started_s
+            whole_s = time.perf_counter() - started_s
         found["gpu_busy"] = round(
             sum(event.self_device_time_total for event in profiled.key_averages()) / 1e6 / whole_s, 3
         )
