@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_stories import MISSING, STORIES, write_stories
-from vllm_server import connect_vllm, start_server
+from vllm_server import ON_GPU, SETTINGS, build_vllm, connect_vllm, keep, start_server
 
 from hybridflow.algorithms import SFTLoss
 from hybridflow.batch import Batch
@@ -35,7 +35,7 @@ from hybridflow.roles.probing import SyncProbe
 from hybridflow.rollout import RolloutEngine
 from hybridflow.rollout.adapters import ServedAdapter
 from hybridflow.rollout.base import WeightsError
-from hybridflow.rollout.vllm import RECEIVER, VllmEngine, VllmSettings, build_vllm_engine
+from hybridflow.rollout.vllm import RECEIVER, VllmEngine, VllmSettings
 from hybridflow.rollout.vllm_service import connect_vllm_service
 from hybridflow.runtime.api import Seat
 from hybridflow.train_engine import OptimizerSettings, TrainEngine, TrainSettings
@@ -49,13 +49,6 @@ pytestmark = pytest.mark.skipif(not STORIES.is_dir(), reason=MISSING)
 TEXTS = ("Once upon a time", "Lily and Tom went to the park. They saw a", "The dog", "Tom had a red ball")
 SAMPLING = SamplingParams(max_new_tokens=24, samples_per_prompt=4, seed=7)
 TOLERANCE = 1e-4
-_kept: list[VllmEngine] = []
-
-
-def keep(engine: VllmEngine) -> VllmEngine:
-    # The end of one takes along the process groups that all of a process share.
-    _kept.append(engine)
-    return engine
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +80,7 @@ def stale_heads() -> Iterator[None]:
 
 
 LORA = LoraSettings(rank=4, alpha=8.0)
+needs_float32 = pytest.mark.skipif(ON_GPU, reason="vLLM's kernels for adapters have no float32 on a GPU")
 
 
 def build_trainer(directory: Path) -> TrainEngine:
@@ -122,7 +116,7 @@ def probe(trainer: TrainEngine, engine: RolloutEngine) -> None:
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 def test_ten_updates_reach_vllm_whole(directories, prompts, kind):
-    engine, trainer = keep(build_vllm_engine(directories[kind])), build_trainer(directories[kind])
+    engine, trainer = build_vllm(directories[kind]), build_trainer(directories[kind])
     first = engine.generate(prompts, SAMPLING, step=0)
     assert find_gap(trainer, first) < TOLERANCE
     for gap in iter_gaps(trainer, engine, prompts, 10):
@@ -131,8 +125,9 @@ def test_ten_updates_reach_vllm_whole(directories, prompts, kind):
     assert find_gap(trainer, first) > 0.1
 
 
+@pytest.mark.skipif(ON_GPU, reason="oneDNN's copy is vLLM's on a CPU")
 def test_a_head_that_stays_on_its_first_weights_is_seen_at_once(directories, prompts, stale_heads):
-    engine, trainer = keep(build_vllm_engine(directories["tied"])), build_trainer(directories["tied"])
+    engine, trainer = build_vllm(directories["tied"]), build_trainer(directories["tied"])
     assert find_gap(trainer, engine.generate(prompts, SAMPLING, step=0)) < TOLERANCE
     for gap in iter_gaps(trainer, engine, prompts, 2):
         assert gap > 10 * TOLERANCE
@@ -143,7 +138,7 @@ def test_a_head_that_stays_on_its_first_weights_is_seen_at_once(directories, pro
 def test_prefixes_that_are_kept_over_an_update_are_seen(directories, monkeypatch):
     long = load_tokenizer(directories["tied"])("Once upon a time, there was a little cat. " * 12)["input_ids"]
     prompts = Batch.from_columns(group_id=[0, 1], prompt_tokens=[long, long[:-3]])
-    engine, trainer = keep(build_vllm_engine(directories["tied"])), build_trainer(directories["tied"])
+    engine, trainer = build_vllm(directories["tied"]), build_trainer(directories["tied"])
     monkeypatch.setattr(engine, "_drop_prefixes", lambda: None)
     assert min(iter_gaps(trainer, engine, prompts, 2)) > 10 * TOLERANCE
     probe(trainer, engine)
@@ -156,7 +151,7 @@ def test_prefixes_that_are_kept_over_an_update_are_seen(directories, monkeypatch
 
 
 def test_vllm_in_a_process_of_its_own_takes_weights_too(directories, prompts):
-    engine = build_vllm_engine(directories["tied"], own_process=True, has_weights=False)
+    engine = build_vllm(directories["tied"], own_process=True, has_weights=False)
     trainer = build_trainer(directories["tied"])
     try:
         assert find_gap(trainer, engine.generate(prompts, SAMPLING, step=0)) > 1.0
@@ -186,12 +181,11 @@ def follow_adapter(trainer: TrainEngine, engine: RolloutEngine, prompts: Batch, 
         assert set(samples.pylist("policy_version_min")) == {version} and find_gap(trainer, samples) < TOLERANCE
 
 
+@needs_float32
 @pytest.mark.parametrize("own_process", [False, True], ids=["in this process", "in its own"])
 def test_an_adapter_alone_reaches_vllm(directories, prompts, own_process):
     trainer, adapter = build_adapted(directories["tied"])
-    engine = build_vllm_engine(directories["tied"], own_process=own_process, adapter=adapter)
-    if not own_process:
-        keep(engine)
+    engine = build_vllm(directories["tied"], own_process=own_process, adapter=adapter)
     try:
         assert find_gap(trainer, engine.generate(prompts, SAMPLING, step=0)) < TOLERANCE
         follow_adapter(trainer, engine, prompts, 3)
@@ -203,12 +197,13 @@ def test_an_adapter_alone_reaches_vllm(directories, prompts, own_process):
             engine.close()
 
 
+@needs_float32
 def test_prefixes_of_an_older_adapter_are_not_used(directories):
     """Prompts of several cache blocks, whose keys and values the adapter changes."""
     long = load_tokenizer(directories["tied"])("Once upon a time, there was a little cat. " * 12)["input_ids"]
     prompts = Batch.from_columns(group_id=[0, 1], prompt_tokens=[long, long[:-3]])
     trainer, adapter = build_adapted(directories["tied"])
-    follow_adapter(trainer, keep(build_vllm_engine(directories["tied"], adapter=adapter)), prompts, 2)
+    follow_adapter(trainer, build_vllm(directories["tied"], adapter=adapter), prompts, 2)
 
 
 def pack_weights(trainer: TrainEngine, version: int, sent: Iterable[tuple[str, torch.Tensor]]) -> Weights:
@@ -216,13 +211,13 @@ def pack_weights(trainer: TrainEngine, version: int, sent: Iterable[tuple[str, t
     return Weights(version, tensors, SyncProbe(trainer, ALONE, seed=3).score())
 
 
-@pytest.mark.parametrize("form", ["merged", "adapter"])
+@pytest.mark.parametrize("form", ["merged", pytest.param("adapter", marks=needs_float32)])
 def test_a_generator_holds_vllm_to_what_the_trainer_makes_of_the_probe(directories, prompts, form):
     """An adapter, sent in either form to generators that live apart; then one that comes too late."""
     trainer, _ = build_adapted(directories["tied"])
-    model = ModelSettings(path=str(directories["tied"]), device="cpu")
+    model = ModelSettings(path=str(directories["tied"]), device="cuda" if ON_GPU else "cpu", dtype="float32")
     spec = ModelSpec(model, "fast", seed=1, threads=1, adapter=LORA if form == "adapter" else None)
-    generator = GeneratorWorker(Seat("rollout"), spec, RolloutSettings(engine="vllm", lora=form))
+    generator = GeneratorWorker(Seat("rollout"), spec, RolloutSettings(engine="vllm", vllm=SETTINGS, lora=form))
     keep(generator.rollout_engine)
     iter_sent = trainer.iter_adapter if form == "adapter" else trainer.iter_weights
     for version in (0, 1):
@@ -238,6 +233,7 @@ def test_a_generator_holds_vllm_to_what_the_trainer_makes_of_the_probe(directori
         generator.rollout(prompts, SAMPLING, 2, (16,), late)
 
 
+@needs_float32
 def test_an_adapter_alone_reaches_a_server(directories, prompts):
     """Whose base is another one first, and comes once."""
     trainer, adapter = build_adapted(directories["tied"])
@@ -270,13 +266,14 @@ def test_a_server_that_takes_no_adapter_says_how_to_start_it(directories):
 
 def test_vllm_leaves_the_trainers_random_state_alone(directories):
     before = torch.random.get_rng_state(), np.random.get_state()[1].copy()
-    keep(build_vllm_engine(directories["untied"]))
+    build_vllm(directories["untied"])
     assert torch.equal(torch.random.get_rng_state(), before[0]) and np.array_equal(np.random.get_state()[1], before[1])
 
 
 @pytest.mark.parametrize("lora", [None, "merged", "adapter"])
 def test_a_run_generates_with_vllm(directories, tmp_path, lora):
     adapter = [] if lora is None else ["train.lora={rank: 4, alpha: 8}", f"rollout.lora={lora}"]
+    rounded = ON_GPU and lora == "adapter"
     lines = [{"prompt": text, "answer": "a"} for text in TEXTS]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = load_config(
@@ -291,7 +288,12 @@ def test_a_run_generates_with_vllm(directories, tmp_path, lora):
                 "sampling.max_new_tokens=16",
                 "numerics=fast",
             ),
-            *("algorithm.drop_constant_groups=false", "train.optimizer.lr=1e-3", "model.device=cpu"),
+            *(
+                "algorithm.drop_constant_groups=false",
+                "train.optimizer.lr=1e-3",
+                f"model.dtype={'bfloat16' if rounded else 'float32'}",
+            ),
+            f"rollout.vllm={{gpu_memory_utilization: {SETTINGS.gpu_memory_utilization}, enforce_eager: {SETTINGS.enforce_eager}}}",
             *adapter,
             f"run={{directory: {tmp_path}, tensorboard: false, progress: false, save_rollouts_every: 1}}",
         ],
@@ -299,14 +301,25 @@ def test_a_run_generates_with_vllm(directories, tmp_path, lora):
     run = Path(run_rl(config, reward_function=count_spaces)["run"])
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     gaps = [line["policy/logprob_gap_max"] for line in metrics if "policy/logprob_gap_max" in line]
-    assert len(gaps) == 3 and max(gaps) < TOLERANCE
+    assert len(gaps) == 3 and max(gaps) < (TOLERANCES[torch.bfloat16].max if rounded else TOLERANCE)
     # float32; an adapter of rank 4 at five layers' matrices, whose inputs and outputs are 1,732 values a layer, else all weights.
     moved = {line["hybrid/bytes_moved"] for line in metrics if "hybrid/bytes_moved" in line}
-    assert moved == ({4 * 5 * 4 * 1732} if lora == "adapter" else {4 * count_weights(directories["tied"])})
+    assert moved == (
+        {(2 if rounded else 4) * 5 * 4 * 1732} if lora == "adapter" else {4 * count_weights(directories["tied"])}
+    )
     versions = [
         Batch.from_parquet(path).pylist("policy_version_min") for path in sorted((run / "rollouts").glob("*.parquet"))
     ]
     assert [set(rows) for rows in versions] == [{0}, {1}, {2}]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_an_adapter_in_float32_on_a_gpu_is_refused(directories):
+    _, adapter = build_adapted(directories["tied"])
+    with pytest.raises(
+        ConfigError, match="rollout.lora: 'adapter' .* no float32 on a GPU; set model.dtype=bfloat16, or"
+    ):
+        build_vllm(directories["tied"], adapter=adapter)
 
 
 def count_weights(directory: Path) -> int:

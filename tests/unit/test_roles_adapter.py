@@ -136,7 +136,8 @@ def test_an_adapter_directory_holds_what_was_sent_until_it_was_read() -> None:
     weights = {name: weight.detach() for name, weight in adapter_weights(model).items()}
     served = ServedAdapter(AdapterForm(9, 4.5, True, "all-linear"), {name: w.shape for name, w in weights.items()})
     assert served.max_rank == 16
-    with written_adapter(served, weights.items()) as directory:
+    with written_adapter(served, weights.items()) as (directory, is_finite):
+        assert is_finite
         form, there = read_form(directory, "x"), read_adapter(directory, "x")
         assert (form.rank, form.scale) == (9, 1.5)
         assert there.keys() == weights.keys() and all(torch.equal(there[name], weights[name]) for name in weights)

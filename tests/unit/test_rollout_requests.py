@@ -1,5 +1,7 @@
 """Requests, their answers and weights on the way, for engines that have a model of their own."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hybridflow.config import ConfigError
 from hybridflow.rollout import sglang
 from hybridflow.rollout.base import WatchedWeights, WeightsError
 from hybridflow.rollout.buckets import iter_buckets, pack, unpack, write_weight_files
-from hybridflow.rollout.requests import Sample, ServedModel, build_batch, plan_requests
+from hybridflow.rollout.requests import FiniteGuard, Sample, ServedModel, build_batch, plan_requests
 from hybridflow.rollout.vllm_service import build_body
 from hybridflow.types import RowState, SamplingParams
 
@@ -49,17 +51,34 @@ def test_stops_are_all_there_for_an_engine_that_knows_none(model):
 
 def test_every_way_of_sampling_reaches_an_engine_or_is_refused(model):
     sampling = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, stop_strings=("ab",))
-    asked = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "stop": ["ab"], "ignore_eos": True}
+    asked = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "stop": ["ab"], "stop_token_ids": [2]}
     plan = plan_requests(prompts_of([3]), sampling, 0, model)
-    body, params = build_body(plan, plan.requests[0]), sglang.build_params(plan, plan.requests[0])
-    assert {name: body[name] for name in asked} == asked and body["repetition_penalty"] == 1.0
-    assert {name: params[name] for name in asked} == asked
+    body = build_body(plan, plan.requests[0])
+    assert {name: body[name] for name in asked} == asked and body["repetition_penalty"] == 1.0 and body["ignore_eos"]
+    with pytest.raises(ConfigError, match=r"sampling.min_p: 0.1 is what SGLang cannot draw by .* set it to 0, or"):
+        sglang.build_params(plan, plan.requests[0])
+    plan = plan_requests(prompts_of([3]), replace(sampling, min_p=0.0), 0, model)
+    params = sglang.build_params(plan, plan.requests[0])
+    assert {name: params[name] for name in asked if name != "min_p"} == {k: v for k, v in asked.items() if k != "min_p"}
     plan = plan_requests(prompts_of([3]), SamplingParams(repetition_penalty=1.2), 0, model)
     assert build_body(plan, plan.requests[0])["repetition_penalty"] == 1.2
     with pytest.raises(
-        ConfigError, match=r"repetition_penalty is 1.2, and SGLang .* set it to 1, or rollout.engine=native"
+        ConfigError,
+        match=r"repetition_penalty: 1.2 counts the prompt, and SGLang .* set it to 1, or rollout.engine=native",
     ):
         sglang.build_params(plan, plan.requests[0])
+
+
+@pytest.mark.parametrize(
+    ("ignore_eos", "expected"), [(True, Sample([5, 7], [-1.0, -2.0], "stop")), (False, Sample([5, 7, 9], [-1.0, -2.0, -3.0], "length"))]
+)  # fmt: skip
+def test_sglangs_rows_are_cut_at_our_ids_where_it_looks_at_none(model, ignore_eos, expected):
+    sampling = SamplingParams(stop_token_ids=(7,), ignore_eos=ignore_eos)
+    plan = plan_requests(prompts_of([3]), sampling, 0, model)
+    assert sglang.build_params(plan, plan.requests[0])["ignore_eos"] == ignore_eos
+    drawn = [(-1.0, 5, None), (-2.0, 7, None), (-3.0, 9, None)]
+    told = {"output_token_logprobs": drawn, "finish_reason": {"type": "length"}}
+    assert sglang.read_sample(plan, {"meta_info": told}) == expected
 
 
 def test_answers_become_rows_and_each_failure_says_why(model):
@@ -143,3 +162,21 @@ def test_no_answer_at_all_is_an_aborted_row(model):
     batch = build_batch(plan, {}, version=0)
     assert batch.pylist("state") == [RowState.EMPTY] and batch.pylist("finish_reason") == ["abort"]
     assert batch.pylist("tokens") == [[3]] and np.all(batch.arrays("loss_mask")[0] == 0)
+
+
+def test_weights_that_are_not_finite_are_kept_from_sampling(model):
+    shapes = {"a": torch.Size([2]), "b": torch.Size([3])}
+    good, bad = ("a", torch.ones(2)), ("b", torch.tensor([1.0, torch.inf, 2.0]))
+    for given, is_finite in (([good, ("b", torch.ones(3))], True), ([good, bad], False), ([bad, good], False)):
+        watched = WatchedWeights(given, shapes, checks_finite=True)
+        assert len(list(watched)) == 2 and watched.is_finite == is_finite
+    guard, plan = FiniteGuard(), plan_requests(prompts_of([3], [4]), SamplingParams(samples_per_prompt=2), 0, model)
+    assert guard.fail(plan) == {} and guard.fail_scores([[3, 4]], torch.float32) is None
+    guard.note("adapter", is_finite=False)
+    guard.note("weights", is_finite=True)
+    batch = build_batch(plan, guard.fail(plan), version=1)
+    assert batch.pylist("state") == [RowState.FAILED] * 4 and "are not finite" in batch.pylist("rollout_error")[0]
+    scores = guard.fail_scores([[3, 4]], torch.float32)
+    assert scores is not None and np.isnan(scores.logprobs[0]).all() and len(scores.logprobs[0]) == 2
+    guard.note("adapter", is_finite=True)
+    assert guard.fail(plan) == {}

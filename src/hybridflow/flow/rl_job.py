@@ -175,11 +175,8 @@ def _check_shaping(config: RLConfig) -> None:
     named = ", ".join(
         f"sampling.{key}={value:g}" for key, value in vars(shaping).items() if value != vars(UNSHAPED)[key]
     )
-    if shaping.repetition_penalty != 1.0 and config.rollout.engine == "sglang":
-        raise ConfigError(
-            f"sampling.repetition_penalty: {shaping.repetition_penalty:g} counts the prompt, and SGLang penalises by the response alone; "
-            "set it to 1, or rollout.engine=native"
-        )
+    config.rollout.check_sampling(config.sampling, "sampling")
+    config.rollout.check_sampling(config.evaluation.sampling, "evaluation.sampling")
     if shaping.cuts and config.numerics != "exact":
         raise ConfigError(
             f"{named}: rounding decides which tokens are kept at the border, in the trainer maybe others than in the rollout; set "

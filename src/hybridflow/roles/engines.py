@@ -33,14 +33,14 @@ from hybridflow.rollout.adapters import MAX_RANKS, ServedAdapter
 from hybridflow.rollout.choice import Choice, choose_engine, find_installed
 from hybridflow.rollout.native.parallel import build_shard, check_tensor_rollout
 from hybridflow.rollout.requests import read_shapes
-from hybridflow.rollout.sglang import SglangSettings, build_sglang_engine
+from hybridflow.rollout.sglang import SglangSettings, build_sglang_engine, check_sglang_sampling
 from hybridflow.rollout.vllm import VllmSettings, build_vllm_engine
 from hybridflow.rollout.vllm_service import connect_vllm_service
 from hybridflow.runtime.api import Seat
 from hybridflow.runtime.placement import DEVICE_TYPES, Kind
 from hybridflow.train_engine import Layout, Ranks, join_ranks
 from hybridflow.train_engine.ranks import ALONE
-from hybridflow.types import Numerics
+from hybridflow.types import Numerics, SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +65,11 @@ class RolloutSettings:
     chunks: int = Field(default=1, ge=1)
     """Calls that each generating worker's part of a step is split into; with more than one, scoring starts while later ones still
     generate, and a worker that is done early takes from the others (Ray)."""
+
+    def check_sampling(self, sampling: SamplingParams, key: str) -> None:
+        """Raises ConfigError for ways of sampling that the engine does not know; key: where they stand in the config."""
+        if self.engine == "sglang":
+            check_sglang_sampling(sampling, key)
 
     @property
     def keeps_weights(self) -> bool:

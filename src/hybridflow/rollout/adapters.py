@@ -34,15 +34,15 @@ class ServedAdapter:
 @contextlib.contextmanager
 def written_adapter(
     adapter: ServedAdapter | None, weights: Iterable[tuple[str, Tensor]], place: str | None = None
-) -> Iterator[str]:
-    """A directory that holds these values of the adapter until the block ends.
+) -> Iterator[tuple[str, bool]]:
+    """A directory that holds these values of the adapter until the block ends, and whether they are finite.
 
     adapter: None, for an engine that was built without one, raises ValueError.
     place:   where it is made; None takes memory.
     """
     if adapter is None:
         raise ValueError("the engine was built without an adapter; send it the weights, merged")
-    watched = WatchedWeights(weights, adapter.shapes)
+    watched = WatchedWeights(weights, adapter.shapes, checks_finite=True)
     with tempfile.TemporaryDirectory(prefix="hybridflow-", dir=place or find_memory_directory()) as directory:
         try:
             write_adapter(directory, describe_form(adapter.form, adapter.shapes), dict(watched))
@@ -51,4 +51,4 @@ def written_adapter(
                 f"an adapter could not be written to {directory} ({error}); make room there"
             ) from None
         watched.check()
-        yield directory
+        yield directory, watched.is_finite

@@ -158,10 +158,16 @@ class WatchedWeights:
     """Passes on those weights that the model has, in its shapes; `check` then tells of all that was odd or did not come.
 
     Engines differ in what they do with a name too many or too few, down to a line in a log, so none of them sees one.
+
+    checks_finite: whether `is_finite` is to tell, for which every value is read once.
     """
 
-    def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(
+        self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size], *, checks_finite: bool = False
+    ) -> None:
         self._weights, self._shapes = weights, shapes
+        self._checks_finite = checks_finite
+        self._finite = torch.ones((), dtype=torch.bool)
         self._came: set[str] = set()
         self._misshapen: list[str] = []
 
@@ -172,11 +178,18 @@ class WatchedWeights:
             if expected is None:
                 continue
             if weight.shape == expected:
+                if self._checks_finite:
+                    self._finite = torch.isfinite(weight.detach()).all() & self._finite.to(weight.device)
                 yield name, weight.detach()
             else:
                 self._misshapen.append(
                     f"weight '{name}' has the shape {tuple(weight.shape)} and the engine's model {tuple(expected)}"
                 )
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all that came is."""
+        return bool(self._finite)
 
     def check(self) -> None:
         """Raises WeightsError unless each of the model's weights has come and no other."""

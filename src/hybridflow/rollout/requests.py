@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from hybridflow.batch import Batch
 from hybridflow.models import load_tokenizer
-from hybridflow.rollout.base import build_rollout_batch, find_prompt_error
+from hybridflow.rollout.base import RowScores, build_rollout_batch, find_prompt_error
 from hybridflow.rollout.native.draws import compute_keys
 from hybridflow.rollout.native.stopping import StopRules, collect_eos_ids
 from hybridflow.types import SamplingParams
@@ -74,6 +74,26 @@ class RequestPlan:
     stops: StopRules
     requests: list[Request]
     errors: list[str | None]
+
+
+class FiniteGuard:
+    """Keeps weights that are not finite from vLLM's sampling, which on a GPU ends the process that meets such a distribution."""
+
+    def __init__(self) -> None:
+        self._spoilt: set[str] = set()
+
+    def note(self, part: Literal["weights", "adapter"], *, is_finite: bool) -> None:
+        """What has come of a part."""
+        (self._spoilt.discard if is_finite else self._spoilt.add)(part)
+
+    def fail(self, plan: RequestPlan) -> dict[int, Sample]:
+        """Why each row fails, by row; nothing where all is finite."""
+        told = "the model's weights are not finite; look at the training's gradients and losses"
+        return {request.row: Sample(error=told) for request in plan.requests} if self._spoilt else {}
+
+    def fail_scores(self, rows: Sequence[Sequence[int]], dtype: torch.dtype) -> RowScores | None:
+        """Scores that are not finite either; None where all is finite."""
+        return RowScores([np.full(len(row), np.nan, np.float32) for row in rows], dtype) if self._spoilt else None
 
 
 def read_served_model(directory: str | os.PathLike[str], max_model_len: int | None = None) -> ServedModel:

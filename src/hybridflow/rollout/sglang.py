@@ -1,11 +1,11 @@
-"""SGLang inside the worker, written to its documented interface (`sglang.Engine`, 0.5.12 to 0.5.17).
-
-It needs a GPU and has not been run: neither these lines nor the contract tests, which are there for it and are skipped without SGLang.
-"""
+"""SGLang inside the worker (`sglang.Engine`); it needs a GPU. What of it has been run, and with which release, is in docs/rollout.md."""
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridflow.batch import Batch
 from hybridflow.config import ConfigError, Field, settings
-from hybridflow.rollout.base import WatchedWeights, check_prompts
+from hybridflow.rollout.base import WatchedWeights, WeightsError, check_prompts
 from hybridflow.rollout.buckets import iter_buckets
 from hybridflow.rollout.requests import (
     Request,
@@ -29,11 +29,14 @@ from hybridflow.rollout.turns import Turns
 from hybridflow.types import Metrics, SamplingParams
 
 _BUCKET_BYTES = 512 * 1024**2
+# It ends a row two tokens before its context, and takes no prompt within six of it.
+_SPARE_TOKENS = 8
+_FLUSH_S, _FLUSH_POLL_S, _END_S = 10.0, 0.02, 30.0
 
 
 @settings
 class SglangSettings:
-    """SGLang in the worker. Not tested; see docs/rollout.md."""
+    """SGLang in the worker."""
 
     mem_fraction_static: float = Field(default=0.4, gt=0.0, le=1.0)
     """Share of the GPU's memory for SGLang's weights and cache together, beside the trainer's."""
@@ -46,10 +49,11 @@ class SglangSettings:
 class SglangEngine:
     """Generates with SGLang, whose scheduler runs in processes of its own; implements `RolloutEngine`. Made by `build_sglang_engine`.
 
-    Its log-probabilities are those after temperature and before top-k, top-p and min-p. So where sampling sets these, they are not those
-    of the distribution sampled from; training with SGLang never sets them. Its min-p comes last, where ours comes first. It penalises
-    repetition of the response alone, where Transformers and vLLM count the prompt too, so a penalty is refused. A row's seed counts where
-    SGLang's inference is deterministic (`enable_deterministic_inference`), which is therefore on. A whole `generate` is one call of SGLang.
+    Its log-probabilities are those after temperature and before top-k and top-p. So where sampling sets these, they are not those of the
+    distribution sampled from; training with SGLang never sets them. A row's seed counts where SGLang's inference is deterministic
+    (`enable_deterministic_inference`), which is therefore on; `check_sglang_sampling` says what is refused. A whole `generate` is one
+    call of SGLang.
+    A process of its own that fails ends this one too (it is sent SIGQUIT), which the runtime then replaces.
     """
 
     def __init__(self, engine: Any, model: ServedModel) -> None:
@@ -75,7 +79,8 @@ class SglangEngine:
                 sampling_params=[build_params(plan, request) for request in plan.requests],
                 return_logprob=True,
             )
-            samples = {request.row: read_sample(answer) for request, answer in zip(plan.requests, answers, strict=True)}
+            rows = [request.row for request in plan.requests]
+            samples = {row: read_sample(plan, answer) for row, answer in zip(rows, answers, strict=True)}
             return build_batch(plan, samples, self.version)
 
     def score(self, rows: Sequence[Sequence[int]]) -> None:
@@ -88,9 +93,11 @@ class SglangEngine:
         with self._turns.take("load_weights", awake=True):
             watched = WatchedWeights(weights, self.model.shapes)
             for bucket in iter_buckets(watched, _BUCKET_BYTES):
-                self._engine.update_weights_from_tensor(bucket, flush_cache=False)
+                taken, told = self._engine.update_weights_from_tensor(bucket, flush_cache=False)
+                if not taken:
+                    raise WeightsError(f"SGLang did not take the weights ({told}); set rollout.engine=native")
             watched.check()
-            self._engine.flush_cache()
+            self._drop_prefixes()
             self.version = version
 
     def load_adapter(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -101,6 +108,8 @@ class SglangEngine:
         """Gives back the cache and moves the weights to the host."""
         with self._turns.take("sleep"):
             if not self._turns.asleep:
+                # It gives nothing back, and ends, while it takes anything for running.
+                self._drop_prefixes()
                 self._engine.release_memory_occupation()
             self._turns.asleep = True
 
@@ -113,44 +122,79 @@ class SglangEngine:
     def abort(self) -> None:
         """Ends a running `generate`."""
         self._turns.aborting.set()
-        self._engine.tokenizer_manager.abort_request(abort_all=True)
+        manager = self._engine.tokenizer_manager
+        # Its sockets belong to the thread that runs its loop, which stands still outside of calls.
+        if manager.rid_to_state:
+            self._engine.loop.call_soon_threadsafe(lambda: manager.abort_request(abort_all=True))
 
     def metrics(self) -> Metrics:
         """Nothing."""
         return {}
 
     def close(self) -> None:
-        """Ends SGLang's processes."""
-        self._engine.shutdown()
+        """Ends SGLang's processes; its own `shutdown` would end every child of this process."""
+        watchdog = self._engine.tokenizer_manager._subprocess_watchdog
+        if watchdog is not None:
+            watchdog.stop()
+        pids = set(self._engine.get_all_child_pids())
+        for process in multiprocessing.active_children():
+            if process.pid in pids:
+                process.kill()
+                process.join(_END_S)
+        atexit.unregister(self._engine.shutdown)
+
+    def _drop_prefixes(self) -> None:
+        """What is cached of older weights goes; waits for SGLang to see that its last batch is done."""
+        deadline_s = time.monotonic() + _FLUSH_S
+        while not self._engine.flush_cache().success:
+            if time.monotonic() > deadline_s:
+                raise RuntimeError("SGLang did not drop its prefix cache, so samples could mix old and new weights")
+            time.sleep(_FLUSH_POLL_S)
+
+
+def check_sglang_sampling(sampling: SamplingParams, key: str = "sampling") -> None:
+    """Raises ConfigError for what SGLang does otherwise than the other engines, or not at all; key: where these settings stand."""
+    if sampling.repetition_penalty != 1.0:
+        raise ConfigError(
+            f"{key}.repetition_penalty: {sampling.repetition_penalty:g} counts the prompt, and SGLang penalises by the response alone; "
+            "set it to 1, or rollout.engine=native"
+        )
+    if sampling.min_p > 0.0:
+        raise ConfigError(
+            f"{key}.min_p: {sampling.min_p:g} is what SGLang cannot draw by with a seed for each row; set it to 0, or rollout.engine=native"
+        )
 
 
 def build_params(plan: RequestPlan, request: Request) -> dict[str, Any]:
-    """SGLang's sampling parameters of a row. Our own ids stop it, those of the model among them, so SGLang's own do not."""
+    """SGLang's sampling parameters of a row. Where it is to ignore the model's own ids it looks at none: see `read_sample`."""
     sampling = plan.sampling
-    if sampling.repetition_penalty != 1.0:
-        raise ConfigError(
-            f"repetition_penalty is {sampling.repetition_penalty:g}, and SGLang penalises by the response alone, where the prompt counts "
-            "too; set it to 1, or rollout.engine=native"
-        )
+    check_sglang_sampling(sampling)
     return {
         "max_new_tokens": request.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
-        "min_p": sampling.min_p,
         "stop": list(plan.stops.strings) or None,
         "stop_token_ids": plan.stops.ids,
-        "ignore_eos": True,
+        "ignore_eos": sampling.ignore_eos,
         "no_stop_trim": True,
         "sampling_seed": request.seed,
     }
 
 
-def read_sample(answer: Any) -> Sample:
-    """The sample that one of SGLang's answers holds: `output_token_logprobs` is a list of (log-probability, id, text)."""
-    sampled = answer["meta_info"]["output_token_logprobs"]
-    reason = answer["meta_info"]["finish_reason"] or {"type": "abort"}
-    return Sample([token for _, token, *_ in sampled], [logprob for logprob, *_ in sampled], reason["type"])
+def read_sample(plan: RequestPlan, answer: Any) -> Sample:
+    """The sample that one of SGLang's answers holds: `output_token_logprobs` is a list of (log-probability, id, text).
+
+    Where the model's own ids are ignored SGLang passes over ours too, so the row is cut after the first of them here.
+    """
+    tokens = [token for _, token, *_ in answer["meta_info"]["output_token_logprobs"]]
+    logprobs = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+    reason = (answer["meta_info"]["finish_reason"] or {"type": "abort"})["type"]
+    stops = [at for at, token in enumerate(tokens) if token in plan.stops.ids]
+    if plan.sampling.ignore_eos and stops:
+        end = stops[0] + 1
+        return Sample(tokens[:end], logprobs[:end], "stop")
+    return Sample(tokens, logprobs, reason)
 
 
 def build_sglang_engine(
@@ -158,6 +202,8 @@ def build_sglang_engine(
 ) -> SglangEngine:
     """Starts SGLang on a Hugging Face directory with weights. Raises ConfigError where it is not there or does not start."""
     settings = settings or SglangSettings()
+    model = read_served_model(directory, settings.max_model_len)
+    os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     try:
         import sglang
 
@@ -165,10 +211,14 @@ def build_sglang_engine(
             model_path=str(directory),
             dtype=str(dtype).removeprefix("torch."),
             mem_fraction_static=settings.mem_fraction_static,
-            context_length=settings.max_model_len,
+            context_length=model.context + _SPARE_TOKENS,
             tp_size=settings.tensor_parallel_size,
             enable_memory_saver=True,
+            enable_weights_cpu_backup=True,
             enable_deterministic_inference=True,
+            # FlashAttention 3, its choice, has no float32; without a seed it draws one from Python's generator, which is the trainer's.
+            attention_backend="triton" if dtype == torch.float32 else None,
+            random_seed=0,
         )
     except ImportError as error:
         raise ConfigError(
@@ -179,4 +229,4 @@ def build_sglang_engine(
         raise ConfigError(
             f"rollout.engine: SGLang does not start on {directory} ({told}); change rollout.sglang, or set rollout.engine=native"
         ) from error
-    return SglangEngine(engine, read_served_model(directory, settings.max_model_len))
+    return SglangEngine(engine, model)

@@ -25,6 +25,7 @@ from hybridflow.rollout.adapters import ServedAdapter, written_adapter
 from hybridflow.rollout.base import RowScores, WatchedWeights, check_prompts
 from hybridflow.rollout.buckets import export_buffer, find_memory_directory, iter_buckets, pack, write_weight_files
 from hybridflow.rollout.requests import (
+    FiniteGuard,
     RequestPlan,
     Sample,
     ServedModel,
@@ -108,6 +109,7 @@ class VllmEngine:
         self._llm, self._on_gpu, self._own_process = llm, on_gpu, own_process
         self._turns = Turns()
         self._calls = 0
+        self._guard = FiniteGuard()
         self._saw_nan = False
         self._has_weights = True
 
@@ -125,7 +127,7 @@ class VllmEngine:
                     "vLLM gave its weights back (rollout.vllm.sleep_level=2); call load_weights() before generate()"
                 )
             plan = plan_requests(prompts, sampling, step, self.model)
-            samples = self._run(plan)
+            samples = self._guard.fail(plan) or self._run(plan)
             self._saw_nan |= not all(np.all(np.isfinite(sample.logprobs)) for sample in samples.values())
             return build_batch(plan, samples, self.version)
 
@@ -134,6 +136,9 @@ class VllmEngine:
         from vllm import SamplingParams as VllmParams
 
         with self._turns.take("score", awake=True):
+            spoilt = self._guard.fail_scores(rows, self.model.dtype)
+            if spoilt is not None:
+                return spoilt
             params = VllmParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
             scores = []
             # One by one: with an adapter, vLLM's head on a CPU takes all that it scores at once to be of one request.
@@ -148,16 +153,21 @@ class VllmEngine:
         if weights is None:
             raise ValueError("vLLM has its own copy of the weights; give them to load_weights")
         with self._turns.take("load_weights", awake=True):
-            watched = WatchedWeights(weights, self.model.shapes)
+            watched = WatchedWeights(weights, self.model.shapes, checks_finite=True)
             self._send(watched)
             watched.check()
+            self._guard.note("weights", is_finite=watched.is_finite)
             self._has_weights = True
             self._begin(version)
 
     def load_adapter(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See `RolloutEngine.load_adapter`."""
-        with self._turns.take("load_adapter", awake=True), written_adapter(self.adapter, weights) as directory:
+        with (
+            self._turns.take("load_adapter", awake=True),
+            written_adapter(self.adapter, weights) as (directory, is_finite),
+        ):
             self._replace_adapter(directory)
+            self._guard.note("adapter", is_finite=is_finite)
             self._begin(version)
 
     def sleep(self) -> None:
@@ -321,6 +331,11 @@ def build_vllm_engine(
     Raises ConfigError where vLLM is not there or does not start. The global random state is left as it was.
     """
     settings = settings or VllmSettings()
+    if adapter is not None and on_gpu and dtype == torch.float32:
+        raise ConfigError(
+            "rollout.lora: 'adapter' is multiplied by vLLM's kernels, which have no float32 on a GPU; set model.dtype=bfloat16, or "
+            "rollout.lora=merged"
+        )
     arguments = _engine_arguments(directory, settings, dtype, on_gpu=on_gpu, has_weights=has_weights)
     if adapter is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": adapter.max_rank}

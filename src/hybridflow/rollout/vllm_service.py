@@ -20,6 +20,7 @@ from hybridflow.rollout.adapters import ServedAdapter, written_adapter
 from hybridflow.rollout.base import RowScores, WatchedWeights, check_prompts
 from hybridflow.rollout.buckets import find_memory_directory, write_weight_files
 from hybridflow.rollout.requests import (
+    FiniteGuard,
     Request,
     RequestPlan,
     Sample,
@@ -57,6 +58,7 @@ class VllmServiceEngine:
         self.version = 0
         self._service = service
         self._turns = Turns()
+        self._guard = FiniteGuard()
         self._saw_nan = False
 
     @property
@@ -69,23 +71,22 @@ class VllmServiceEngine:
         check_prompts(prompts)
         with self._take("generate", awake=True):
             plan = plan_requests(prompts, sampling, step, self.model)
-            with ThreadPoolExecutor(min(self.settings.connections, max(len(plan.requests), 1))) as threads:
-                samples = list(threads.map(lambda request: self._ask(plan, request), plan.requests))
-            self._saw_nan |= any(find_sample_error(sample) is not None for sample in samples)
-            rows = (request.row for request in plan.requests)
-            return build_batch(plan, dict(zip(rows, samples, strict=True)), self.version)
+            samples = self._guard.fail(plan) or self._run(plan)
+            self._saw_nan |= any(find_sample_error(sample) is not None for sample in samples.values())
+            return build_batch(plan, samples, self.version)
 
     def score(self, rows: Sequence[Sequence[int]]) -> RowScores:
         """See `RolloutEngine.score`."""
         with self._take("score", awake=True):
-            return RowScores([self._score(row) for row in rows], self.model.dtype)
+            spoilt = self._guard.fail_scores(rows, self.model.dtype)
+            return spoilt or RowScores([self._score(row) for row in rows], self.model.dtype)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """See `RolloutEngine.load_weights`; there is no shared storage, so weights are always given."""
         if weights is None:
             raise ValueError("a vLLM server has its own copy of the weights; give them to load_weights")
         with self._take("load_weights", awake=True):
-            watched = WatchedWeights(weights, self.model.shapes)
+            watched = WatchedWeights(weights, self.model.shapes, checks_finite=True)
             place = self.settings.weights_dir or find_memory_directory()
             with tempfile.TemporaryDirectory(prefix="hybridflow-", dir=place) as directory:
                 write_weight_files(watched, directory, _FILE_BYTES)
@@ -93,15 +94,17 @@ class VllmServiceEngine:
                 # The server forgets its adapters with its weights.
                 self._drop_adapter()
                 self._develop("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": directory}})
+            self._guard.note("weights", is_finite=watched.is_finite)
             self._begin(version)
 
     def load_adapter(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See `RolloutEngine.load_adapter`. The server has to be started with `--enable-lora`, see docs/rollout.md."""
         with (
             self._take("load_adapter", awake=True),
-            written_adapter(self.adapter, weights, self.settings.weights_dir) as directory,
+            written_adapter(self.adapter, weights, self.settings.weights_dir) as (directory, is_finite),
         ):
             self._replace_adapter(directory)
+            self._guard.note("adapter", is_finite=is_finite)
             self._begin(version)
 
     def sleep(self) -> None:
@@ -140,6 +143,12 @@ class VllmServiceEngine:
         body = {"prompt": list(row), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         (choice,) = self._service.post("/v1/completions", name_model(body, self._loaded))["choices"]
         return read_scores(row, choice["prompt_logprobs"])
+
+    def _run(self, plan: RequestPlan) -> dict[int, Sample]:
+        """Asks for all rows, as many at a time as there may be connections."""
+        with ThreadPoolExecutor(min(self.settings.connections, max(len(plan.requests), 1))) as threads:
+            samples = threads.map(lambda request: self._ask(plan, request), plan.requests)
+            return {request.row: sample for request, sample in zip(plan.requests, samples, strict=True)}
 
     def _ask(self, plan: RequestPlan, request: Request) -> Sample:
         if self._turns.aborting.is_set():
