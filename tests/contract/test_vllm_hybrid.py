@@ -313,15 +313,6 @@ def test_a_run_generates_with_vllm(directories, tmp_path, lora):
     assert [set(rows) for rows in versions] == [{0}, {1}, {2}]
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-def test_an_adapter_in_float32_on_a_gpu_is_refused(directories):
-    _, adapter = build_adapted(directories["tied"])
-    with pytest.raises(
-        ConfigError, match="rollout.lora: 'adapter' .* no float32 on a GPU; set model.dtype=bfloat16, or"
-    ):
-        build_vllm(directories["tied"], adapter=adapter)
-
-
 def count_weights(directory: Path) -> int:
     return sum(weight.numel() for weight in load_model(directory).module.parameters())
 

@@ -60,7 +60,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rl"], "data.files is required and not set (the YAML says ???); set data.files=VALUE"),
+        (["rl"], "data.files is required and not set; set data.files=VALUE"),
         ([*RL, "model.path=nowhere"], "model.path: 'nowhere' does not exist; give a Hugging Face model directory"),
         ([*RL, "model.path=hollow"], "model.path: 'hollow' holds no config.json and no finished run; give"),
         ([*RL, "model.path=file"], "model.path: 'file' holds no config.json and no finished run; give"),
@@ -122,6 +122,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             [*RL, "evaluation.stop_at=0.9"],
             "evaluation.stop_at: 0.9 is never reached, since evaluation.data is not given; give evaluation.data.files=[...]",
         ),
+        (
+            [*RL, "evaluation.every_steps=5"],
+            "evaluation.every_steps: 5 has nothing to evaluate on, since evaluation.data is not given; give evaluation.data.files=",
+        ),
         ([*RL, "evaluation.data.files=[nowhere.jsonl]"], "evaluation.data.files: 'nowhere.jsonl' names no file"),
         ([*SFT, "evaluation.data.files=[few.jsonl]"], "reward.function: evaluation.data is given, and nothing says what"),
         ([*RL, "sampling.top_p=0.9"], "sampling.top_p=0.9: rounding decides which tokens are kept"),
@@ -166,7 +170,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ([*RL, "run.name=a/b"], "run.name is 'a/b' and must match pattern "),
         (["generate", "model.path=tiny"], 'prompts: nothing to continue; give prompts=["..."] or data.files=[...]'),
-        (["generate", "model.path=tiny", "prompts=a"], "prompts is 'a' and must be a list; "),
+        (["generate", "model.path=tiny", "prompts=a"], "prompts is 'a' and must be a list; write it as one, 'prompts=[a]'"),
         (
             ["generate", "model.path=tiny", "prompts=[a]", "output=hollow"],
             "output: 'hollow' is a directory; name a file, such as hollow/samples.parquet",

@@ -264,6 +264,7 @@ def test_the_shipped_configs_stand_behind_the_users(
         (["note=3"], "note is 3 and must be a string; correct it or leave it at its default, null"),
         (["~model"], "model is required and not set; set model (Directory of the model)"),
         (["actor.max_tokens"], "override 'actor.max_tokens' has no '='; write actor.max_tokens=VALUE"),
+        (["runs/a/b"], "override 'runs/a/b' has no '='; write KEY=runs/a/b"),
         (["=3"], "override '=3' has no key; write KEY=VALUE"),
         (
             ["note=a(b"],
@@ -300,8 +301,8 @@ def test_a_wrong_override_is_one_sentence(directory: Path, overrides: list[str],
         ("latin", "a file of configuration 'latin' is not UTF-8 text (invalid continuation byte); save it as UTF-8"),
         (
             "asks",
-            "model is required and not set (the YAML says ???); set model=VALUE\n"
-            "actor.max_tokens is required and not set (the YAML says ???); set actor.max_tokens=VALUE",
+            "model is required and not set; set model=VALUE\n"
+            "actor.max_tokens is required and not set; set actor.max_tokens=VALUE",
         ),
         ("circle", "the defaults list of 'circle' comes back to itself; take the circle out"),
         (
@@ -335,7 +336,7 @@ def test_what_is_still_to_be_set_is_described_as_such_and_all_else_is_checked(di
     lines = described.splitlines()
     assert lines[0] == "model: ???" and "  max_tokens: ???" in lines and "    lr: 0.001" in lines and "note: a" in lines
     (directory / "described.yaml").write_text(described)
-    assert fails(directory, name="described").count(" is required and not set (the YAML says ???)") == 2
+    assert fails(directory, name="described").count(" is required and not set") == 2
     assert load(directory, "model=m", "actor.max_tokens=7", name="described").actor == Actor(max_tokens=7)
     with pytest.raises(ConfigError, match="^actor.optimizer.lr is 0 and must be greater than 0"):
         describe_config(Root, config_path=directory, config_name="asks", overrides=["actor.optimizer.lr=0"])

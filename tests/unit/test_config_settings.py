@@ -143,7 +143,7 @@ def test_docstrings_are_descriptions() -> None:
             "Inner.rate is nan and must be a finite number; correct it or leave it at its default, 0.5",
         ),
         ({"names": ["a", 1]}, "Inner.names.1 is 1 and must be a string; correct the value"),
-        ({"names": "a"}, "Inner.names is 'a' and must be a list; correct it or leave it at its default, ()"),
+        ({"names": "a"}, "Inner.names is 'a' and must be a list; write it as one, 'Inner.names=[a]'"),
         ({"sise": 3}, "unknown key 'Inner.sise' (value 3): the nearest key is 'Inner.size'; correct it or take it out"),
     ],
 )

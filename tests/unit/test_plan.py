@@ -242,6 +242,16 @@ def test_shaped_samples_need_trainers_with_the_whole_vocabulary(task: Path) -> N
         plan_of_rl(task, *placed, "rollout.engine=sglang")
 
 
+def test_an_adapter_in_float32_is_not_for_vllm_on_a_gpu(task: Path) -> None:
+    words = (*ON_RAY, '+runtime.placement.device_map={actor: "gpu:0"}', "rollout.engine=vllm", "rollout.lora=adapter")
+    adapted = (*words, "+train.lora={rank: 4}")
+    assert plan_of_rl(task, *adapted, "model.dtype=bfloat16").facts["engine"].startswith("vllm")
+    with pytest.raises(
+        ConfigError, match=r"^rollout.lora: 'adapter' .* no float32 on a GPU; set model.dtype=bfloat16, or"
+    ):
+        plan_of_rl(task, *adapted, "model.dtype=float32")
+
+
 def test_what_the_report_keeps_is_scored_before_the_update_and_waits_for_no_reward(
     task: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,7 +307,7 @@ def test_the_calls_are_those_that_a_run_makes(task: Path) -> None:
     words = rl_words(
         task,
         "steps=1",
-        "evaluation={data: null, stop_at: null}",
+        "evaluation={data: null, stop_at: null, every_steps: 0}",
         "reward.inline=true",
         "rollout.chunks=3",
         "numerics=exact",

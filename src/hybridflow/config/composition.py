@@ -81,9 +81,7 @@ def _compose(directory: Path, name: str, overrides: list[str]) -> DictConfig:
 def _refuse_missing(config: DictConfig) -> None:
     missing = [".".join(path) for path in iter_missing(OmegaConf.to_container(config, resolve=False))]
     if missing:
-        raise ConfigError(
-            "\n".join(f"{key} is required and not set (the YAML says ???); set {key}=VALUE" for key in missing)
-        )
+        raise ConfigError("\n".join(f"{key} is required and not set; set {key}=VALUE" for key in missing))
 
 
 def _resolve(cls: type, config: DictConfig) -> dict[str, Any]:
@@ -137,7 +135,8 @@ def _parse(text: str) -> Override:
     if text.startswith("="):
         raise ConfigError(f"override '{text}' has no key; write KEY=VALUE")
     if "=" not in text and not text.startswith("~"):
-        raise ConfigError(f"override '{text}' has no '='; write {text}=VALUE")
+        example = f"KEY={text}" if "/" in text else f"{text}=VALUE"
+        raise ConfigError(f"override '{text}' has no '='; write {example}")
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
     except OverrideParseException:

@@ -109,6 +109,8 @@ def _explain(cls: type, path: Path, group: list[ErrorDetails], root: str, values
     if kind == "dataclass_type" and isinstance(first["input"], bool | int | float | str):
         return f"{key} is {shown(first['input'])} and must be a section of keys; {_first_key(cls, path, key, first['input'])}"
     rule = " or ".join(dict.fromkeys(_rule(details) for details in group))
+    if kind in ("list_type", "tuple_type") and isinstance(first["input"], str) and key:
+        return f"{key} is {shown(first['input'])} and must be a list; write it as one, '{key}=[{first['input']}]'"
     about = _about(cls, path) if kind == "string_pattern_mismatch" else ""
     return f"{key or 'the configuration'} is {shown(first['input'])} and must {rule}; {_remedy(cls, path, key)}{about}"
 

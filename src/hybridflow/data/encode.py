@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +18,8 @@ from hybridflow.data.tokenizers import encode_prompts, encode_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 Side = Literal["auto", "left", "right"]
@@ -124,6 +127,12 @@ class PromptEncoder:
         self._bos_id: int | None = tokenizer.bos_token_id
         if layout != "text":
             self._template = ChatTemplate(tokenizer, settings.template_arguments)
+        elif settings.format == "auto" and tokenizer.chat_template:
+            _log.warning(
+                "data: rows of '%s' are prompts as they are, and the tokenizer has a chat template; data.format=chat takes it, "
+                "data.format=text ends this line",
+                settings.prompt_column,
+            )
 
     def encode(self, rows: Sequence[Row]) -> list[Prompt | BadRow]:
         """One result a row, in order."""

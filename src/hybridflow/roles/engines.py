@@ -27,6 +27,7 @@ from hybridflow.roles.policy import (
     read_config,
     resolve_device,
     resolve_dtype,
+    resolve_numbers,
 )
 from hybridflow.rollout import NativeEngine, NativeSettings, RolloutEngine
 from hybridflow.rollout.adapters import MAX_RANKS, ServedAdapter
@@ -119,6 +120,16 @@ def resolve_rollout(
         raise ConfigError(
             f"rollout.vllm.url: one server takes its weights from one worker, and {num_workers} would generate with it; place one, or "
             "leave the url out"
+        )
+    if (
+        on_gpu
+        and resolved.engine == "vllm"
+        and rollout.lora == "adapter"
+        and resolve_numbers(model, kind, None)[1] == "float32"
+    ):
+        raise ConfigError(
+            "rollout.lora: 'adapter' is multiplied by vLLM's kernels, which have no float32 on a GPU; set model.dtype=bfloat16, or "
+            "rollout.lora=merged"
         )
     _log.info("rollout engine %s", choice)
     return resolved, choice

@@ -331,11 +331,6 @@ def build_vllm_engine(
     Raises ConfigError where vLLM is not there or does not start. The global random state is left as it was.
     """
     settings = settings or VllmSettings()
-    if adapter is not None and on_gpu and dtype == torch.float32:
-        raise ConfigError(
-            "rollout.lora: 'adapter' is multiplied by vLLM's kernels, which have no float32 on a GPU; set model.dtype=bfloat16, or "
-            "rollout.lora=merged"
-        )
     arguments = _engine_arguments(directory, settings, dtype, on_gpu=on_gpu, has_weights=has_weights)
     if adapter is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": adapter.max_rank}
