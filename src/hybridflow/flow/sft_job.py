@@ -31,7 +31,7 @@ from hybridflow.roles.engines import RolloutSettings
 from hybridflow.roles.policy import ModelSettings, read_tokenizer
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import Runtime, RuntimeSettings
-from hybridflow.train_engine import TrainSettings
+from hybridflow.train_engine import OptimizerSettings, TrainSettings
 from hybridflow.types import BatchRef, Numerics, Objective, SamplingParams
 
 SHOWN = ("sft/loss", "eval/reward_mean", "train/lr", "time/step_s")
@@ -57,7 +57,7 @@ class SFTConfig:
     """Who generates for evaluations."""
     reward: RewardSettings | None = None
     """What evaluations measure; needed with `evaluation.data`."""
-    train: TrainSettings = Field(default_factory=TrainSettings)
+    train: TrainSettings = Field(default_factory=lambda: TrainSettings(optimizer=OptimizerSettings(lr=1e-5)))
     """Optimizer and micro-batches."""
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
     """Held-out evaluation by generation."""
