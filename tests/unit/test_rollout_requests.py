@@ -1,5 +1,8 @@
 """Requests, their answers and weights on the way, for engines that have a model of their own."""
 
+import asyncio
+import os
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -79,6 +82,23 @@ def test_sglangs_rows_are_cut_at_our_ids_where_it_looks_at_none(model, ignore_eo
     drawn = [(-1.0, 5, None), (-2.0, 7, None), (-3.0, 9, None)]
     told = {"output_token_logprobs": drawn, "finish_reason": {"type": "length"}}
     assert sglang.read_sample(plan, {"meta_info": told}) == expected
+
+
+def test_a_run_with_sglang_still_ends_at_sigterm():
+    class Engine:
+        loop = asyncio.new_event_loop()
+
+        def flush_cache(self) -> None:
+            self.loop.add_signal_handler(signal.SIGTERM, lambda: None)
+
+    told: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    try:
+        sglang._give_termination_back(Engine())
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_answers_become_rows_and_each_failure_says_why(model):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -229,4 +231,15 @@ def build_sglang_engine(
         raise ConfigError(
             f"rollout.engine: SGLang does not start on {directory} ({told}); change rollout.sglang, or set rollout.engine=native"
         ) from error
+    _give_termination_back(engine)
     return SglangEngine(engine, model)
+
+
+def _give_termination_back(engine: Any) -> None:
+    """Takes SIGTERM from SGLang, whose first call gives it to a loop that stands still between calls: a run told to end would go on."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    engine.flush_cache()
+    engine.loop.remove_signal_handler(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, before)
