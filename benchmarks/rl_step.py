@@ -243,10 +243,23 @@ def describe(
             started_s = time.perf_counter()
             step(len(steps) + 1)
             whole_s = time.perf_counter() - started_s
-        found["gpu_busy"] = round(
-            sum(event.self_device_time_total for event in profiled.key_averages()) / 1e6 / whole_s, 3
-        )
+        busy_ns = 0
+        end_ns = 0
+        for start, end in sorted(list_kernels(profiled)):
+            busy_ns += max(0, end - max(start, end_ns))
+            end_ns = max(end_ns, end)
+        found["gpu_busy"] = round(busy_ns / 1e9 / whole_s, 3)
     return found
+
+
+def list_kernels(profiled: torch.profiler.profile) -> list[tuple[int, int]]:
+    """Start and end of each on the device, in nanoseconds."""
+    events = profiled.profiler.kineto_results.events()
+    return [
+        (event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in events
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+    ]
 
 
 def wait() -> None:

@@ -21,15 +21,13 @@ from hybridflow.rollout.vllm import RECEIVER, VllmEngine, VllmSettings, build_vl
 from hybridflow.rollout.vllm_service import VllmServiceEngine, connect_vllm_service
 
 ON_GPU = torch.cuda.is_available()
-# Triton's attention would multiply float32 in TF32.
-os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 SETTINGS = VllmSettings(gpu_memory_utilization=0.1, enforce_eager=True) if ON_GPU else VllmSettings()
 _urls: dict[str, str] = {}
 _kept: list[VllmEngine] = []
 
 
 def build_vllm(directory: Path, *, own_process: bool = False, **options: Any) -> VllmEngine:
-    """An engine; on a GPU always in a process of its own, since vLLM lets one in a process sleep, and keeps to its first way."""
+    """An engine; on a GPU always in a process of its own, since there vLLM allows one engine that can sleep in a process."""
     own_process = own_process or ON_GPU
     engine = build_vllm_engine(directory, SETTINGS, on_gpu=ON_GPU, own_process=own_process, **options)
     return engine if own_process else keep(engine)

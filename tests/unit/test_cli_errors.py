@@ -122,10 +122,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             [*RL, "evaluation.stop_at=0.9"],
             "evaluation.stop_at: 0.9 is never reached, since evaluation.data is not given; give evaluation.data.files=[...]",
         ),
-        (
-            [*RL, "evaluation.every_steps=5"],
-            "evaluation.every_steps: 5 has nothing to evaluate on, since evaluation.data is not given; give evaluation.data.files=",
-        ),
         ([*RL, "evaluation.data.files=[nowhere.jsonl]"], "evaluation.data.files: 'nowhere.jsonl' names no file"),
         ([*SFT, "evaluation.data.files=[few.jsonl]"], "reward.function: evaluation.data is given, and nothing says what"),
         ([*RL, "sampling.top_p=0.9"], "sampling.top_p=0.9: rounding decides which tokens are kept"),

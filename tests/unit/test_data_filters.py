@@ -436,7 +436,7 @@ def test_a_plan_tells_of_filters_and_a_run_records_them(
     overrides = [
         f"+model.config={model}", f"+model.tokenizer={tmp_path / 'tokenizer'}", f"data.files=[{written}]", "model.path=null",
         f"+data.keep_function={name}", "+data.deduplicate_by=[prompt]", "+data.max_tokens=40", "+data.on_long_row=error",
-        f"run={{directory: {tmp_path}, name: first}}", "evaluation={data: null, stop_at: null, every_steps: 0}", "steps=2",
+        f"run={{directory: {tmp_path}, name: first}}", "evaluation={data: null, stop_at: null}", "steps=2",
     ]  # fmt: skip
     if command == "sft":
         config = load_config(SFTConfig, config_name="quickstart_sft", overrides=overrides)

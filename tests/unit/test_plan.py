@@ -307,7 +307,7 @@ def test_the_calls_are_those_that_a_run_makes(task: Path) -> None:
     words = rl_words(
         task,
         "steps=1",
-        "evaluation={data: null, stop_at: null, every_steps: 0}",
+        "evaluation={data: null, stop_at: null}",
         "reward.inline=true",
         "rollout.chunks=3",
         "numerics=exact",

@@ -73,20 +73,26 @@ def test_every_way_of_sampling_reaches_an_engine_or_is_refused(model):
 
 
 @pytest.mark.parametrize(
-    ("ignore_eos", "expected"), [(True, Sample([5, 7], [-1.0, -2.0], "stop")), (False, Sample([5, 7, 9], [-1.0, -2.0, -3.0], "length"))]
+    ("ignore_eos", "expected"), [(True, Sample([5, 7], [-1.0, -2.0], "stop")), (False, Sample([5, 7], [-1.0, -2.0], "stop"))]
 )  # fmt: skip
-def test_sglangs_rows_are_cut_at_our_ids_where_it_looks_at_none(model, ignore_eos, expected):
+def test_sglangs_rows_end_at_our_ids_and_strings_though_it_may_not_look(model, ignore_eos, expected):
     sampling = SamplingParams(stop_token_ids=(7,), ignore_eos=ignore_eos)
     plan = plan_requests(prompts_of([3]), sampling, 0, model)
     assert sglang.build_params(plan, plan.requests[0])["ignore_eos"] == ignore_eos
-    drawn = [(-1.0, 5, None), (-2.0, 7, None), (-3.0, 9, None)]
+    drawn = [(-1.0, 5, None), (-2.0, 7, None), (-3.0, 9, None)][: 3 if ignore_eos else 2]
     told = {"output_token_logprobs": drawn, "finish_reason": {"type": "length"}}
-    assert sglang.read_sample(plan, {"meta_info": told}) == expected
+    assert sglang.read_sample(plan, {"text": "", "meta_info": told}) == expected
+    strings = plan_requests(prompts_of([3]), SamplingParams(stop_strings=("ab",)), 0, model)
+    assert sglang.read_sample(strings, {"text": "cab", "meta_info": told}).finish_reason == "stop"
+    assert sglang.read_sample(strings, {"text": "ca", "meta_info": told}).finish_reason == "length"
 
 
 def test_a_run_with_sglang_still_ends_at_sigterm():
+    loop = asyncio.new_event_loop()
+
     class Engine:
-        loop = asyncio.new_event_loop()
+        def __init__(self) -> None:
+            self.loop = loop
 
         def flush_cache(self) -> None:
             self.loop.add_signal_handler(signal.SIGTERM, lambda: None)
@@ -99,6 +105,7 @@ def test_a_run_with_sglang_still_ends_at_sigterm():
         assert told == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+        loop.close()
 
 
 def test_answers_become_rows_and_each_failure_says_why(model):

@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(COMMANDS[words[0]], words[1:])
     except KeyboardInterrupt:
-        goes_on = "; a run with a name (run.name) goes on from its newest checkpoint when it is started again"
-        print("interrupted" + goes_on * (words[0] in _RUNS), file=sys.stderr)
+        hint = "; started again, a run with a name (run.name) goes on from its newest checkpoint, if it has one"
+        print(f"interrupted{hint if words[0] in _RUNS else ''}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader has left; without this, Python complains once more when it flushes at exit.

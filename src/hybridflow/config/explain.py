@@ -16,6 +16,7 @@ _MAX_VALUE_CHARS = 80
 _TOO_LARGE = 2**63
 _OF_PYDANTIC = re.compile(r" after validation, not .*")
 _WORDS = re.compile(r"\^\(?([\w|-]+)\)?\$")
+_PLAIN = re.compile(r"[\w./*-]{1,40}")
 _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 _MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
 _WANTED = {
@@ -109,7 +110,7 @@ def _explain(cls: type, path: Path, group: list[ErrorDetails], root: str, values
     if kind == "dataclass_type" and isinstance(first["input"], bool | int | float | str):
         return f"{key} is {shown(first['input'])} and must be a section of keys; {_first_key(cls, path, key, first['input'])}"
     rule = " or ".join(dict.fromkeys(_rule(details) for details in group))
-    if kind in ("list_type", "tuple_type") and isinstance(first["input"], str) and key:
+    if kind in ("list_type", "tuple_type") and len(group) == 1 and _fits_as_item(cls, path, first["input"]):
         return f"{key} is {shown(first['input'])} and must be a list; write it as one, '{key}=[{first['input']}]'"
     about = _about(cls, path) if kind == "string_pattern_mismatch" else ""
     return f"{key or 'the configuration'} is {shown(first['input'])} and must {rule}; {_remedy(cls, path, key)}{about}"
@@ -135,6 +136,17 @@ def _first_that_fits(key: str, field: FieldInfo, value: Any) -> str:
         if schema.accepts(field, candidate):
             return f"{key}={text}"
     return f"its keys, such as {key}"
+
+
+def _fits_as_item(cls: type, path: Path, value: Any) -> bool:
+    """Whether a list of this one word would do, written without quotes."""
+    field = schema.field_at(cls, path)
+    return (
+        field is not None
+        and isinstance(value, str)
+        and bool(_PLAIN.fullmatch(value))
+        and schema.accepts(field, [value])
+    )
 
 
 def _explain_tag(key: str, context: dict[str, Any]) -> str:

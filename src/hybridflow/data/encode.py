@@ -129,9 +129,9 @@ class PromptEncoder:
             self._template = ChatTemplate(tokenizer, settings.template_arguments)
         elif settings.format == "auto" and tokenizer.chat_template:
             _log.warning(
-                "data: rows of '%s' are prompts as they are, and the tokenizer has a chat template; data.format=chat takes it, "
-                "data.format=text ends this line",
-                settings.prompt_column,
+                "column '%s' of %s is taken as it is, and the tokenizer has a chat template; beside these files, format=chat takes it "
+                "and format=text ends this line",
+                *(settings.prompt_column, ", ".join(map(str, settings.files))),
             )
 
     def encode(self, rows: Sequence[Row]) -> list[Prompt | BadRow]:

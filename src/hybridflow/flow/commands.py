@@ -155,6 +155,7 @@ def run_generate(config: GenerateConfig) -> Batch:
     """Samples of every prompt, as a batch; also written to `output` if given."""
     check_placed_models(config.runtime.placement, ("rollout",), {"rollout": config.model}, config.numerics)
     rollout, _ = resolve_engine(config.model, config.rollout, config.runtime, config.numerics, "rollout")
+    rollout.check_sampling(config.sampling, "sampling")
     if not config.prompts and config.data is None:
         raise ConfigError('prompts: nothing to continue; give prompts=["..."] or data.files=[...]')
     _check_output(config.output)
@@ -173,6 +174,7 @@ def run_eval(config: EvalConfig, *, reward_function: Callable[..., Any] | None =
     """Mean reward and counts over the held-out rows."""
     check_placed_models(config.runtime.placement, ("rollout", "reward"), {"rollout": config.model}, config.numerics)
     rollout, _ = resolve_engine(config.model, config.rollout, config.runtime, config.numerics, "rollout")
+    rollout.check_sampling(config.evaluation.sampling, "evaluation.sampling")
     _check_output(config.output)
     tokenizer = read_tokenizer(config.model)
     prompts = read_held_out(config.evaluation, tokenizer, config.reward, reward_function)

@@ -56,11 +56,6 @@ def read_held_out(
                 f"evaluation.stop_at: {settings.stop_at:g} is never reached, since evaluation.data is not given; "
                 "give evaluation.data.files=[...], or leave stop_at out (null)"
             )
-        if isinstance(settings, EvaluationSettings) and settings.every_steps:
-            raise ConfigError(
-                f"evaluation.every_steps: {settings.every_steps} has nothing to evaluate on, since evaluation.data is not given; "
-                "give evaluation.data.files=[...], or leave every_steps out (0)"
-            )
         return None
     if reward is None and reward_function is None:
         raise ConfigError(

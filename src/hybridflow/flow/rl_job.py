@@ -153,6 +153,8 @@ def _check_settings(config: RLConfig, *, has_advantages: bool) -> None:
     check_placed_models(config.runtime.placement, (*models, "reward"), models, config.numerics)
     check_trainers(config.model, config.train, config.runtime, config.numerics)
     _check_shaping(config)
+    config.rollout.check_sampling(config.sampling, "sampling")
+    config.rollout.check_sampling(config.evaluation.sampling, "evaluation.sampling")
     if config.sampling.temperature == 0.0:
         raise ConfigError(
             "sampling.temperature: 0 draws the same sample for a whole group, and nothing is learned; set it above 0, e.g. 1.0"
@@ -175,8 +177,6 @@ def _check_shaping(config: RLConfig) -> None:
     named = ", ".join(
         f"sampling.{key}={value:g}" for key, value in vars(shaping).items() if value != vars(UNSHAPED)[key]
     )
-    config.rollout.check_sampling(config.sampling, "sampling")
-    config.rollout.check_sampling(config.evaluation.sampling, "evaluation.sampling")
     if shaping.cuts and config.numerics != "exact":
         raise ConfigError(
             f"{named}: rounding decides which tokens are kept at the border, in the trainer maybe others than in the rollout; set "

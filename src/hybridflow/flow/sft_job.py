@@ -94,6 +94,7 @@ def read_sft_inputs(
         train=config.train,
         assume_installed=assume_installed,
     )
+    rollout.check_sampling(config.evaluation.sampling, "evaluation.sampling")
     run, resume_from = find_run(config.run, "sft", config.checkpoint)
     tokenizer = read_tokenizer(config.model)
     return SFTInputs(

@@ -121,16 +121,8 @@ def resolve_rollout(
             f"rollout.vllm.url: one server takes its weights from one worker, and {num_workers} would generate with it; place one, or "
             "leave the url out"
         )
-    if (
-        on_gpu
-        and resolved.engine == "vllm"
-        and rollout.lora == "adapter"
-        and resolve_numbers(model, kind, None)[1] == "float32"
-    ):
-        raise ConfigError(
-            "rollout.lora: 'adapter' is multiplied by vLLM's kernels, which have no float32 on a GPU; set model.dtype=bfloat16, or "
-            "rollout.lora=merged"
-        )
+    if on_gpu and resolved.engine == "vllm" and not resolved.is_remote:
+        _check_adapter_numbers(resolved, resolve_numbers(model, kind, None)[1])
     _log.info("rollout engine %s", choice)
     return resolved, choice
 
@@ -154,6 +146,15 @@ def check_lora_sync(rollout: RolloutSettings, lora: LoraSettings | None) -> None
         why = f"its rank is {resolve_lora(lora).rank}, and engines take {MAX_RANKS[-1]} at most"
     if why:
         raise ConfigError(f"rollout.lora: 'adapter' cannot be sent: {why}, or set rollout.lora=merged")
+
+
+def _check_adapter_numbers(rollout: RolloutSettings, dtype: str) -> None:
+    """Refuses what vLLM would end at when it starts on a GPU."""
+    if rollout.lora == "adapter" and dtype == "float32":
+        raise ConfigError(
+            "rollout.lora: 'adapter' is multiplied by vLLM's kernels, which have no float32 on a GPU; set model.dtype=bfloat16, or "
+            "rollout.lora=merged"
+        )
 
 
 def _check_tensor(model: ModelSettings, rollout: RolloutSettings, numerics: Numerics, num_workers: int | None) -> None:

@@ -43,9 +43,10 @@ class Measured:
 MEASURED: tuple[Measured, ...] = (
     Measured("qwen3-0.6b", 0.6e9, 26_790, 22_206, device="H200"),
     Measured("qwen2.5-1.5b", 1.5e9, 75_429, 25_369, device="H200"),
+    Measured("qwen2.5-7b", 7.6e9, 26_285, 22_916, device="H200"),
 )
-"""What `auto` goes by on a GPU: for each shape the 256 rows of 100 to 1,024 tokens of docs/performance.md (for one that is not run there
-256 rows of 128 + 512), both sides from one machine. Without rows `auto` is native."""
+"""What `auto` goes by on a GPU: for each shape 256 rows of docs/performance.md, both sides from one machine: of 100 to 1,024 tokens, or of
+128 + 512 where that is not so of the former. Without rows `auto` is native."""
 
 
 def find_installed() -> frozenset[str]:

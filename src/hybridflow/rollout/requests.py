@@ -86,14 +86,19 @@ class FiniteGuard:
         """What has come of a part."""
         (self._spoilt.discard if is_finite else self._spoilt.add)(part)
 
+    @property
+    def is_on(self) -> bool:
+        """Whether a part is not finite."""
+        return bool(self._spoilt)
+
     def fail(self, plan: RequestPlan) -> dict[int, Sample]:
         """Why each row fails, by row; nothing where all is finite."""
         told = "the model's weights are not finite; look at the training's gradients and losses"
-        return {request.row: Sample(error=told) for request in plan.requests} if self._spoilt else {}
+        return {request.row: Sample(error=told) for request in plan.requests} if self.is_on else {}
 
     def fail_scores(self, rows: Sequence[Sequence[int]], dtype: torch.dtype) -> RowScores | None:
         """Scores that are not finite either; None where all is finite."""
-        return RowScores([np.full(len(row), np.nan, np.float32) for row in rows], dtype) if self._spoilt else None
+        return RowScores([np.full(len(row), np.nan, np.float32) for row in rows], dtype) if self.is_on else None
 
 
 def read_served_model(directory: str | os.PathLike[str], max_model_len: int | None = None) -> ServedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from hybridflow.batch import Batch
 from hybridflow.config import ConfigError, Field, settings
 from hybridflow.rollout.base import WatchedWeights, WeightsError, check_prompts
 from hybridflow.rollout.buckets import iter_buckets
+from hybridflow.rollout.environment import FULL_FLOAT32, environment
 from hybridflow.rollout.requests import (
     Request,
     RequestPlan,
@@ -33,7 +35,7 @@ from hybridflow.types import Metrics, SamplingParams
 _BUCKET_BYTES = 512 * 1024**2
 # It ends a row two tokens before its context, and takes no prompt within six of it.
 _SPARE_TOKENS = 8
-_FLUSH_S, _FLUSH_POLL_S, _END_S = 10.0, 0.02, 30.0
+_FLUSH_S, _FLUSH_POLL_S, _ABORT_POLL_S, _END_S = 10.0, 0.02, 0.02, 30.0
 
 
 @settings
@@ -55,7 +57,7 @@ class SglangEngine:
     distribution sampled from; training with SGLang never sets them. A row's seed counts where SGLang's inference is deterministic
     (`enable_deterministic_inference`), which is therefore on; `check_sglang_sampling` says what is refused. A whole `generate` is one
     call of SGLang.
-    A process of its own that fails ends this one too (it is sent SIGQUIT), which the runtime then replaces.
+    A process of its own that fails ends this one too (SIGQUIT): on Ray the worker is replaced, in one process the run is over.
     """
 
     def __init__(self, engine: Any, model: ServedModel) -> None:
@@ -76,11 +78,14 @@ class SglangEngine:
             plan = plan_requests(prompts, sampling, step, self.model)
             if not plan.requests:
                 return build_batch(plan, {}, self.version)
-            answers = self._engine.generate(
-                input_ids=[request.prompt for request in plan.requests],
-                sampling_params=[build_params(plan, request) for request in plan.requests],
-                return_logprob=True,
-            )
+            params = [build_params(plan, request) for request in plan.requests]
+            watch = self._engine.loop.create_task(self._end_when_aborted())
+            try:
+                answers = self._engine.generate(
+                    input_ids=[request.prompt for request in plan.requests], sampling_params=params, return_logprob=True
+                )
+            finally:
+                watch.cancel()
             rows = [request.row for request in plan.requests]
             samples = {row: read_sample(plan, answer) for row, answer in zip(rows, answers, strict=True)}
             return build_batch(plan, samples, self.version)
@@ -124,10 +129,6 @@ class SglangEngine:
     def abort(self) -> None:
         """Ends a running `generate`."""
         self._turns.aborting.set()
-        manager = self._engine.tokenizer_manager
-        # Its sockets belong to the thread that runs its loop, which stands still outside of calls.
-        if manager.rid_to_state:
-            self._engine.loop.call_soon_threadsafe(lambda: manager.abort_request(abort_all=True))
 
     def metrics(self) -> Metrics:
         """Nothing."""
@@ -145,12 +146,22 @@ class SglangEngine:
                 process.join(_END_S)
         atexit.unregister(self._engine.shutdown)
 
+    async def _end_when_aborted(self) -> None:
+        """Runs in the loop of `generate`, whose thread SGLang's sockets belong to; again and again, since rows may be sent meanwhile."""
+        while True:
+            await asyncio.sleep(_ABORT_POLL_S)
+            if self._turns.aborting.is_set():
+                self._engine.tokenizer_manager.abort_request(abort_all=True)
+
     def _drop_prefixes(self) -> None:
         """What is cached of older weights goes; waits for SGLang to see that its last batch is done."""
         deadline_s = time.monotonic() + _FLUSH_S
         while not self._engine.flush_cache().success:
             if time.monotonic() > deadline_s:
-                raise RuntimeError("SGLang did not drop its prefix cache, so samples could mix old and new weights")
+                raise RuntimeError(
+                    f"SGLang still has requests under way after {_FLUSH_S:g} s, so its cache cannot be dropped; set rollout.engine=native, "
+                    "and report it"
+                )
             time.sleep(_FLUSH_POLL_S)
 
 
@@ -187,16 +198,15 @@ def build_params(plan: RequestPlan, request: Request) -> dict[str, Any]:
 def read_sample(plan: RequestPlan, answer: Any) -> Sample:
     """The sample that one of SGLang's answers holds: `output_token_logprobs` is a list of (log-probability, id, text).
 
-    Where the model's own ids are ignored SGLang passes over ours too, so the row is cut after the first of them here.
+    SGLang looks at the length before it looks for what stops a row, and where the model's own ids are ignored it passes over ours too. So
+    both are looked for here again, and the row is cut after the first of our ids.
     """
     tokens = [token for _, token, *_ in answer["meta_info"]["output_token_logprobs"]]
     logprobs = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
     reason = (answer["meta_info"]["finish_reason"] or {"type": "abort"})["type"]
-    stops = [at for at, token in enumerate(tokens) if token in plan.stops.ids]
-    if plan.sampling.ignore_eos and stops:
-        end = stops[0] + 1
-        return Sample(tokens[:end], logprobs[:end], "stop")
-    return Sample(tokens, logprobs, reason)
+    end = next((at + 1 for at, token in enumerate(tokens) if token in plan.stops.ids), None)
+    stops = end is not None or any(string in answer["text"] for string in plan.stops.strings)
+    return Sample(tokens[:end], logprobs[:end], "stop" if stops else reason)
 
 
 def build_sglang_engine(
@@ -205,23 +215,24 @@ def build_sglang_engine(
     """Starts SGLang on a Hugging Face directory with weights. Raises ConfigError where it is not there or does not start."""
     settings = settings or SglangSettings()
     model = read_served_model(directory, settings.max_model_len)
-    os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    arguments = dict(
+        model_path=str(directory),
+        dtype=str(dtype).removeprefix("torch."),
+        mem_fraction_static=settings.mem_fraction_static,
+        context_length=model.context + _SPARE_TOKENS,
+        tp_size=settings.tensor_parallel_size,
+        enable_memory_saver=True,
+        enable_weights_cpu_backup=True,
+        enable_deterministic_inference=True,
+        # FlashAttention 3, its choice, has no float32; without a seed it draws one from Python's generator, which is the trainer's.
+        attention_backend="triton" if dtype == torch.float32 else None,
+        random_seed=0,
+    )
     try:
         import sglang
 
-        engine = sglang.Engine(
-            model_path=str(directory),
-            dtype=str(dtype).removeprefix("torch."),
-            mem_fraction_static=settings.mem_fraction_static,
-            context_length=model.context + _SPARE_TOKENS,
-            tp_size=settings.tensor_parallel_size,
-            enable_memory_saver=True,
-            enable_weights_cpu_backup=True,
-            enable_deterministic_inference=True,
-            # FlashAttention 3, its choice, has no float32; without a seed it draws one from Python's generator, which is the trainer's.
-            attention_backend="triton" if dtype == torch.float32 else None,
-            random_seed=0,
-        )
+        with environment(SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN="1", **FULL_FLOAT32):
+            engine = sglang.Engine(**arguments)
     except ImportError as error:
         raise ConfigError(
             f"rollout.engine: SGLang cannot be imported ({error}); pip install sglang, or set rollout.engine=native"
@@ -242,4 +253,5 @@ def _give_termination_back(engine: Any) -> None:
     before = signal.getsignal(signal.SIGTERM)
     engine.flush_cache()
     engine.loop.remove_signal_handler(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, before)
+    if before is not None:
+        signal.signal(signal.SIGTERM, before)

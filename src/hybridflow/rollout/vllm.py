@@ -24,6 +24,7 @@ from hybridflow.config.schema import fields
 from hybridflow.rollout.adapters import ServedAdapter, written_adapter
 from hybridflow.rollout.base import RowScores, WatchedWeights, check_prompts
 from hybridflow.rollout.buckets import export_buffer, find_memory_directory, iter_buckets, pack, write_weight_files
+from hybridflow.rollout.environment import FULL_FLOAT32, environment
 from hybridflow.rollout.requests import (
     FiniteGuard,
     RequestPlan,
@@ -155,8 +156,8 @@ class VllmEngine:
         with self._turns.take("load_weights", awake=True):
             watched = WatchedWeights(weights, self.model.shapes, checks_finite=True)
             self._send(watched)
-            watched.check()
             self._guard.note("weights", is_finite=watched.is_finite)
+            watched.check()
             self._has_weights = True
             self._begin(version)
 
@@ -335,7 +336,10 @@ def build_vllm_engine(
     if adapter is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": adapter.max_rank}
     own_process = own_process or settings.tensor_parallel_size > 1
-    with _random_state_kept(), _environment(VLLM_ENABLE_V1_MULTIPROCESSING=str(int(own_process))):
+    if on_gpu and dtype == torch.float32 and not own_process:
+        # Its kernels are compiled in this process, when they are first met.
+        os.environ.update(FULL_FLOAT32)
+    with _random_state_kept(), environment(VLLM_ENABLE_V1_MULTIPROCESSING=str(int(own_process)), **FULL_FLOAT32):
         llm = _start(arguments)
     model = read_served_model(directory, settings.max_model_len)
     return VllmEngine(llm, model, settings, on_gpu=on_gpu, own_process=own_process, adapter=adapter)
@@ -391,14 +395,3 @@ def _random_state_kept() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -72,7 +72,8 @@ class VllmServiceEngine:
         with self._take("generate", awake=True):
             plan = plan_requests(prompts, sampling, step, self.model)
             samples = self._guard.fail(plan) or self._run(plan)
-            self._saw_nan |= any(find_sample_error(sample) is not None for sample in samples.values())
+            failed = any(find_sample_error(sample) is not None for sample in samples.values())
+            self._saw_nan |= failed and not self._guard.is_on
             return build_batch(plan, samples, self.version)
 
     def score(self, rows: Sequence[Sequence[int]]) -> RowScores:
