@@ -107,6 +107,20 @@ def draw_sharded(rng: Rng) -> tuple[WeightLayout, WeightLayout]:
     return source, plan_rollout(shapes, {}, ranks=range(size), size=size, dtype=DTYPES[rng.integers(3)])
 
 
+def draw_wide(rng: Rng) -> tuple[WeightLayout, WeightLayout]:
+    """As `draw_regular`, on 65 to 1,024 ranks."""
+    shapes = draw_shapes(rng)
+    dims, size = draw_dims(rng, shapes), int(rng.integers(65, 1025))
+    tensor = int(rng.choice([1, 2, 4, 8]))
+    shard = int(rng.integers(1, size // tensor + 1))
+    source = plan_trainers(
+        shapes, dims, replicate=size // tensor // shard, shard=shard, tensor=tensor, size=size, dtype=torch.float32
+    )
+    split = int(rng.integers(1, 17))
+    ranks = rng.permutation(size)[: split * int(rng.integers(1, size // split + 1))].tolist()
+    return source, plan_rollout(shapes, dims, ranks=ranks, size=size, tensor=split, dtype=DTYPES[rng.integers(3)])
+
+
 def iter_layouts(seed: int, count: int) -> Iterator[tuple[Rng, WeightLayout, WeightLayout]]:
     draws = (draw_regular, draw_irregular, draw_regular, draw_sharded)
     for index in range(count):
@@ -221,6 +235,20 @@ def test_between_random_layouts_every_value_arrives_once_and_no_bucket_is_too_fu
         gathered += bool(made.groups)
         cut += len(made.buckets) > 1
     assert gathered > 40 and cut > 40, "the layouts drawn leave something untried"
+
+
+@pytest.mark.slow
+def test_between_random_layouts_on_up_to_1024_ranks_every_value_arrives_once() -> None:
+    sizes = []
+    for index in range(40):
+        rng = np.random.default_rng([3, index])
+        source, target = draw_wide(rng)
+        made = plan_weights(source, target, int(rng.choice([800, 3000, 1 << 20])))
+        check_delivery(made, source, target)
+        check_buckets(made)
+        check_messages(made, target, gathers=bool(made.groups))
+        sizes.append(source.size)
+    assert max(sizes) > 900 and min(sizes) < 150
 
 
 QWEN_7B = {"width": 3584, "inner": 18944, "kv": 512, "vocab": 152064}

@@ -1,0 +1,83 @@
+"""What the slowest samples cost, and what seating others in the place of those that have ended gains.
+
+    python benchmarks/long_tail.py shape=qwen2.5-0.5b,rows=48,seats=12
+
+Random weights, end of sequence ignored; lengths are drawn from a skewed distribution (log-normal, sigma 1, cut at `longest`), as those
+of responses are. `whole`: one call of the native engine, which seats a waiting row as soon as another ends. `batches`: the same rows,
+`seats` at a time, each batch until its slowest row ends. Both by turns, the fastest of `repeats` each; as many tokens in both.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from decode import limit_rows
+from shapes import SHAPES, build_model, parse_case, print_case
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement; see the module."""
+
+    side: str = "hybridflow"
+    shape: str = "qwen2.5-0.5b"
+    rows: int = 48
+    seats: int = 12
+    prompt: int = 16
+    longest: int = 128
+    repeats: int = 2
+
+
+def main() -> None:
+    """Runs the cases."""
+    for text in sys.argv[1:]:
+        case = parse_case(Case, text)
+        print_case(case, lambda case=case: measure(case))
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Seconds of both ways, and what the engine says of the first."""
+    from hybridflow.batch import Batch
+    from hybridflow.data import build_character_tokenizer
+    from hybridflow.rollout import NativeEngine, NativeSettings
+    from hybridflow.types import SamplingParams
+
+    model = build_model(case.shape, DEVICE, torch.bfloat16 if DEVICE.type == "cuda" else torch.float32)
+    model.module.requires_grad_(False)
+    rng, vocab = np.random.default_rng(0), SHAPES[case.shape]["vocab_size"] - 1000
+    lengths = np.clip(rng.lognormal(np.log(case.longest / 4), 1.0, case.rows).astype(np.int64), 1, case.longest)
+    prompts = [rng.integers(10, vocab, case.prompt).astype(np.int32) for _ in range(case.rows)]
+    batch = Batch.from_columns(group_id=list(range(case.rows)), prompt_tokens=prompts)
+    sampling = SamplingParams(max_new_tokens=case.longest, ignore_eos=True)
+    engine = NativeEngine(model, build_character_tokenizer("0123456789"), NativeSettings(max_sequences=case.seats))
+    start = engine._start
+
+    def generate(first: int, last: int) -> float:
+        engine._start = start
+        limit_rows(engine, lengths[first:last])
+        started_s = time.perf_counter()
+        engine.generate(batch.slice(first, last), sampling, step=0)
+        return time.perf_counter() - started_s
+
+    generate(0, case.seats)
+    whole, batches = [], []
+    for _ in range(case.repeats):
+        whole.append(generate(0, case.rows))
+        report = engine.report
+        batches.append(sum(generate(at, min(at + case.seats, case.rows)) for at in range(0, case.rows, case.seats)))
+    return {
+        "tokens": int(lengths.sum()), "whole_s": round(min(whole), 2), "batches_s": round(min(batches), 2),
+        "ratio": round(min(batches) / min(whole), 2), "steps": report.steps,
+        "occupancy": round(report.live_steps / report.seat_steps, 3), "tail_share": round(report.tail_seconds / report.seconds, 3),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
