@@ -82,8 +82,12 @@ def build_engine(kind) -> Callable[[Path], RolloutEngine]:
 
 
 @pytest.fixture(scope="module")
-def engine(build_engine, directory) -> RolloutEngine:
-    return build_engine(directory)
+def engine(kind, build_engine, directory) -> Iterator[RolloutEngine]:
+    engine = build_engine(directory)
+    yield engine
+    # On a CPU vLLM's end would take along the process groups of others in this process.
+    if kind.package is not None and torch.cuda.is_available():
+        engine.close()
 
 
 @pytest.fixture

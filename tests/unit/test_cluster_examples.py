@@ -301,10 +301,10 @@ def test_the_placement_of_the_docs_fits_two_nodes_of_eight(tmp_path: Path) -> No
     config = load_config(RLConfig, config_path=tmp_path, config_name="my_rl")
     assert (config.runtime.kind, config.runtime.address) == ("ray", "auto")
     nodes = (NodeInventory("a", "10.0.0.1", 8, 64), NodeInventory("b", "10.0.0.2", 8, 64))
-    placement = plan_placement(config.runtime.placement, nodes, ("actor", "reference", "rollout", "reward"))
+    placement = plan_placement(config.runtime.placement, nodes, ("actor", "rollout", "reward"))
     found = {placed.role: Counter(slot.node_id for slot in placed.slots) for placed in placement.roles}
     assert found == {
-        "actor": {"a": 4, "b": 4}, "reference": {"a": 4, "b": 4}, "rollout": {"a": 4, "b": 4}, "reward": {"a": 1},
+        "actor": {"a": 4, "b": 4}, "rollout": {"a": 4, "b": 4}, "reward": {"a": 1},
     }  # fmt: skip
 
 
