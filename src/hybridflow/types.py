@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import AfterValidator
@@ -298,7 +298,10 @@ class Objective:
 
 @dataclass(frozen=True)
 class Span:
-    """One verb of one worker, as the worker's own clock saw it: `Span("actor", 1, "update", 3, "update", 1.2e9, 0.4, 5.1e8)`."""
+    """One verb of one worker, as the worker's own clock saw it: `Span("actor", 1, "update", 3, "update", 1.2e9, 0.4, 5.1e8)`.
+
+    notes: what the verb has told of itself beside its seconds, as the bytes that a switch of weights moved.
+    """
 
     role: str
     rank: int
@@ -308,6 +311,7 @@ class Span:
     start_s: float
     duration_s: float
     peak_rss_bytes: float
+    notes: Mapping[str, float] = field(default_factory=dict)
 
 
 class PeerLostError(HybridflowError, RuntimeError):

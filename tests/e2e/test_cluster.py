@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,7 +116,19 @@ def test_the_two_trainers_share_the_work(split: str) -> None:
     assert {span["rank"] for span in rollouts} == {0, 1}
 
 
-def iter_spans(run: str) -> list[dict[str, object]]:
+def test_the_trace_says_what_each_switch_moved(local: str, split: str) -> None:
+    own = [span["notes"] for span in iter_spans(local) if span["verb"] == "update"]
+    assert [notes["hybrid/bytes_moved"] for notes in own] == [0] * STEPS
+    spans = iter_spans(split)
+    sent = [span["notes"]["hybrid/bytes_moved"] for span in spans if span["verb"] == "push_weights"]
+    taken = [span["notes"]["hybrid/bytes_moved"] for span in spans if span["verb"] == "pull_weights"]
+    assert sum(sent) == sum(taken) > 0
+    # A switch is told with the next update, so that the last one stands in the trace alone.
+    assert sum(line.get("hybrid/bytes_moved", 0) for line in metrics_of(split)) == sum(sent) * STEPS // (STEPS + 1)
+    assert all(span["notes"]["hybrid/memory_before_bytes"] > 0 for span in spans if span["verb"] == "pull_weights")
+
+
+def iter_spans(run: str) -> list[dict[str, Any]]:
     """The spans of all steps, in the order of submission within each phase."""
     lines = read_lines(Path(run) / "phases.jsonl")
     return [{**span, "phase": line["phase"], "step": line["step"]} for line in lines for span in line["spans"]]

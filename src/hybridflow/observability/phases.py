@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from hybridflow.types import Call, Mark, Span
+from hybridflow.types import Call, Mark, Metrics, Span
 
 _mark: ContextVar[Mark] = ContextVar("hybridflow_mark", default=Mark(0, "setup"))
+_notes: ContextVar[dict[str, float] | None] = ContextVar("hybridflow_notes", default=None)
 
 
 def current_mark() -> Mark:
@@ -37,6 +38,13 @@ def phase(name: str) -> Iterator[None]:
         _mark.reset(token)
 
 
+def note_in_span(metrics: Metrics) -> None:
+    """Puts this rank's values beside the seconds of the verb that runs now; outside a verb it does nothing."""
+    notes = _notes.get()
+    if notes is not None:
+        notes.update({name: metric.value for name, metric in metrics.items()})
+
+
 class SpanTimer:
     """Times one verb inside a worker: `with SpanTimer(call) as timer: ...`, then `timer.span`."""
 
@@ -47,10 +55,13 @@ class SpanTimer:
     def __enter__(self) -> SpanTimer:
         self._start_s = time.time()
         self._clock_s = time.perf_counter()
+        self._notes: dict[str, float] = {}
+        self._outer = _notes.set(self._notes)
         return self
 
     def __exit__(self, *_: object) -> None:
         duration_s = time.perf_counter() - self._clock_s
+        _notes.reset(self._outer)
         call = self._call
         self.span = Span(
             call.role,
@@ -61,6 +72,7 @@ class SpanTimer:
             self._start_s,
             duration_s,
             peak_rss_bytes(),
+            self._notes,
         )
 
 

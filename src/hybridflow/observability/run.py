@@ -161,10 +161,9 @@ class RunDirectory:
         for step, name in dict.fromkeys((span.step, span.phase) for span in spans):
             inside = [span for span in spans if (span.step, span.phase) == (step, name)]
             seconds = phase_times(inside)[name]
-            told = [
-                {key: value for key, value in asdict(span).items() if key not in ("step", "phase")} for span in inside
-            ]
-            self._append("phases.jsonl", {"step": step, "phase": name, "seconds": seconds, "spans": told})
+            self._append(
+                "phases.jsonl", {"step": step, "phase": name, "seconds": seconds, "spans": [_tell(s) for s in inside]}
+            )
 
     def log_recoveries(self, recoveries: Iterable[Recovery]) -> None:
         """Appends one line for each death that was made good."""
@@ -190,6 +189,11 @@ class RunDirectory:
     def _append(self, name: str, record: dict[str, Any]) -> None:
         with open(self.path / name, "a") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def _tell(span: Span) -> dict[str, Any]:
+    """A span as `phases.jsonl` has it, with its notes where it has any."""
+    return {key: value for key, value in asdict(span).items() if key not in ("step", "phase") and value != {}}
 
 
 def iter_names(stamp: str) -> Iterator[str]:

@@ -17,6 +17,7 @@ from hybridflow.batch import Batch
 from hybridflow.checkpoint import HUGGING_FACE, CheckpointWriter, ShardEntry, load_shards, write_shard
 from hybridflow.config import HybridflowError
 from hybridflow.models import adapter_disabled, adapter_weights, iter_base_weights, save_model
+from hybridflow.observability.phases import note_in_span
 from hybridflow.roles.carried import CarriedTensor, Snapshot, Weights, carry, read_parts, write_description
 from hybridflow.roles.engines import RolloutSettings, build_engine, build_tensor_engine
 from hybridflow.roles.generator import Generator, GeneratorWorker, Members, place_workers
@@ -170,7 +171,7 @@ class ActorWorker(GeneratorWorker):
     def _follow(self) -> None:
         """Lets the rollout know that the weights which it shares are of a new version."""
         self.rollout_engine.load_weights(self.version)
-        self._rollout_metrics.append(self._same_storage.push(self.version).metrics())
+        self._tell_switch(self._same_storage.push(self.version).metrics())
         self._syncs_since_probe += 1
 
     def before_rollout(self) -> None:
@@ -263,7 +264,12 @@ class ActorWorker(GeneratorWorker):
             switch = self._sync.push(self.version)
             self._sync.target.check_whole()
             self.rollout_engine.load_weights(self.version)
-        self._rollout_metrics.append(switch.metrics())
+        self._tell_switch(switch.metrics())
+
+    def _tell_switch(self, metrics: Metrics) -> None:
+        """In the run's metrics and in the trace."""
+        note_in_span(metrics)
+        self._rollout_metrics.append(metrics)
 
     def _count_sent(self) -> int:
         """Bytes of a version for an engine that has a copy."""
@@ -289,7 +295,7 @@ class ActorWorker(GeneratorWorker):
             factors = self._trained.gather_factors(self.version)
         switch = self._end.push(meeting, self.version)
         if switch is not None:
-            self._rollout_metrics.append(switch.after(factors).metrics())
+            self._tell_switch(switch.after(factors).metrics())
 
     def publish(
         self, sent: tuple[Members, Members, tuple[Delivery | None, ...]], wanted: bool = True
@@ -318,7 +324,7 @@ class ActorWorker(GeneratorWorker):
             if wanted and self.version > self._stored_version:
                 num_bytes = self._count_sent()
                 told = timer.switch(self.version, num_bytes).metrics() | {"hybrid/bytes_stored": total(num_bytes)}
-                self._rollout_metrics.append(told)
+                self._tell_switch(told)
                 self._stored_version = self.version
             return Weights(self.version, tensors, self._probe.score())
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from hybridflow.batch import Batch
+from hybridflow.observability.phases import note_in_span
 from hybridflow.roles.carried import Weights
 from hybridflow.roles.engines import RolloutSettings, build_generator, plan_replicas
 from hybridflow.roles.linking import Delivery, LinkEnd, build_receiving_end
@@ -78,7 +79,10 @@ class GeneratorWorker:
             return None
         self._taken_version = None
         switch = self._end.pull(meeting)
-        return None if switch is None else Delivery(meeting.key, switch.version)
+        if switch is None:
+            return None
+        note_in_span(switch.metrics())
+        return Delivery(meeting.key, switch.version)
 
     def _take(self, weights: Weights) -> None:
         if weights.tensors:
