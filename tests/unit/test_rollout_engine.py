@@ -57,6 +57,8 @@ def unlimited(exact_model, tokenizer, prompts) -> Batch:
 def test_no_limit_changes_a_bit_in_exact_mode(exact_model, tokenizer, prompts, unlimited, limits):
     limited = NativeEngine(exact_model, tokenizer, NativeSettings(**limits))
     assert limited.generate(prompts, SAMPLING, step=3).equals(unlimited)
+    has_room_for_one_row = limits == {"kv_cache_tokens": 5 * 32}
+    assert (limited.report.beside_tokens > 0) != has_room_for_one_row, "rows decode beside prompts"
 
 
 def test_the_company_of_other_prompts_and_samples_changes_no_bit_in_exact_mode(
@@ -115,8 +117,8 @@ def test_what_prompts_begin_with_is_computed_once(exact_model, tokenizer, limits
     found = NativeEngine(exact_model, tokenizer, NativeSettings(**limits)).generate(batch, SAMPLING, step=0)
     assert found.equals(Batch.concat(alone))
     if not limits:
-        # The first prompt and the short one whole; then what follows the blocks that are there.
-        assert fed[:2] == [79 + 19, (79 - 64) + (49 - 32) + (79 - 64)]
+        # The first prompt and the short one whole; then what follows the blocks that are there, and their six rows' newest tokens.
+        assert fed[:2] == [79 + 19, (79 - 64) + (49 - 32) + (79 - 64) + 6]
 
 
 def test_limits_hold(exact_model, tokenizer, prompts, monkeypatch):

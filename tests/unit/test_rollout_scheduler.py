@@ -102,13 +102,13 @@ class FakeStops:
 
 def simulate(
     lengths, samples, responses, *, num_blocks, max_sequences, prefill_tokens, block_size=4, context=64,
-    max_steps=1, ahead=False, unseen=None, begin=1,
+    max_steps=1, ahead=False, unseen=None, begin=1, beside=0,
 ):  # fmt: skip
     """Runs a whole call with planned response lengths [rows]. Prompts of two tokens and more differ from token `begin` on at the
-    latest. returns: (passes, preemptions)."""
+    latest. beside: see `Scheduler`. returns: (passes, preemptions)."""
     prompts = [np.where(np.arange(n) < begin, 7, 1000 * (index + 1) + np.arange(n)) for index, n in enumerate(lengths)]
     sequences = Sequences(prompts, samples, max(responses), context)
-    scheduler = Scheduler(sequences, num_blocks, block_size, max_sequences, prefill_tokens)
+    scheduler = Scheduler(sequences, num_blocks, block_size, max_sequences, prefill_tokens, beside)
     cache = FakeCache(scheduler)
     num_rows = sequences.num_rows
     ends = np.minimum(sequences.prompt_length[:num_rows] + responses, sequences.max_length[:num_rows])
@@ -131,6 +131,9 @@ def simulate(
             complete = (step.starts + step.counts)[step.sources]
             assert np.array_equal(complete, sequences.length[step.rows]), "a token is drawn from the last one only"
             assert step.counts.sum() <= prefill_tokens
+            riding = step.sequences[: step.beside]
+            assert (step.counts[: step.beside] == 1).all() and np.isin(riding, step.rows).all()
+            assert sequences.length[riding].sum() <= beside
             sequences.append(step.rows, step.rows, np.zeros(len(step.rows)))
             stops.mark_finished(sequences, step.rows)
             scheduler.postprocess(step.sequences, step.counts, step.rows)
@@ -166,6 +169,7 @@ def test_any_limits_serve_every_row_from_its_own_tokens(data):
         max_steps=data.draw(st.sampled_from([1, 3, 8])),
         ahead=data.draw(st.booleans()),
         begin=data.draw(st.sampled_from([1, 9, 64])),
+        beside=data.draw(st.sampled_from([0, 30, 10_000])),
         unseen=np.array(data.draw(st.lists(st.booleans(), min_size=len(responses), max_size=len(responses)))),
     )
 
@@ -175,6 +179,22 @@ def test_enough_blocks_mean_one_prefill_and_no_preemption():
     _, most = plan_num_blocks(sequences, 4, 100)
     steps, preemptions = simulate([5] * 4, 3, np.full(12, 6), num_blocks=most, max_sequences=100, prefill_tokens=100)
     assert (steps, preemptions) == (1 + 5, 0)
+
+
+def test_rows_decode_beside_the_chunks_of_a_long_prompt():
+    # The first prompt's row draws in the pass that completes it, then beside each of the second's six chunks of 7, then by itself.
+    limits = dict(num_blocks=64, max_sequences=2, prefill_tokens=8)
+    steps, _ = simulate([8, 40], 1, np.array([12, 2]), beside=100, **limits)
+    assert steps == 1 + 6 + 5
+    steps, _ = simulate([8, 40], 1, np.array([12, 2]), **limits)
+    assert steps == 1 + 5 + 11
+
+
+def test_rows_that_hold_much_wait_for_the_prompts():
+    limits = dict(num_blocks=64, max_sequences=2, prefill_tokens=8)
+    # The row holds 9 tokens when the chunks begin and 11 at the third of them: 7 + 7 + 8 + 8 + 8 + 2.
+    steps, _ = simulate([8, 40], 1, np.array([12, 2]), beside=10, **limits)
+    assert steps == 1 + 6 + 9
 
 
 def test_too_few_blocks_preempt_and_still_finish():

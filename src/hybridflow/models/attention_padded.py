@@ -243,7 +243,7 @@ class PagedPlan:
             return
         self.context = paged.context_lens.numpy().astype(np.int64)
         self.new = paged.new_lens()
-        bucket_rows = plan_buckets(self.context)
+        bucket_rows = [rows[alike] for rows in plan_buckets(self.new) for alike in plan_buckets(self.context[rows])]
         self.queries = RowPadding(self.new, bucket_rows, device)
         self.key_buckets: list[tuple[Tensor, Tensor, Tensor]] = []
         for bucket, queries in zip(bucket_rows, self.queries.buckets, strict=True):

@@ -71,6 +71,7 @@ NAMES: dict[str, Name] = {
     "speed/rollout_tail_share": Name("Rollout tail", "share", "Time in which at most a tenth of the rows was unfinished"),
     "speed/rollout_preemptions": Name("Preemptions", "rows", "Rows that lost their cache to others"),
     "speed/rollout_prefill_tokens": Name("Prefill", "tokens"),
+    "speed/rollout_beside_tokens": Name("Decoded beside prefill", "tokens"),
     "memory/peak_rss_bytes": Name("Host memory, peak", "bytes", "Largest resident size of any worker so far"),
     "hybrid/switch_ms": Name("Switch to rollout", "ms", "Bringing new weights to generation"),
     "hybrid/memory_before_bytes": Name("Memory before the switch", "bytes", "Of the device, before new weights come to generation"),

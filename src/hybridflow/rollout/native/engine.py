@@ -6,6 +6,7 @@ Dimensions: T packed tokens of a pass, R rows that draw a token, P prompts, D mo
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -203,8 +204,10 @@ class NativeEngine:
         return is_aborting if self.group is None else self.group.is_ended(is_aborting, job.sequences.checksum)
 
     def _prefill(self, job: _Job, step: Step) -> None:
-        """Feeds prompts, and rows that lost their blocks, to the model; rows whose prompt is complete draw their first token."""
-        job.report.prefill_tokens += int(step.counts.sum())
+        """Feeds prompts, and rows that lost their blocks, to the model, and rows that decode beside them; a complete prompt's rows draw
+        their first token."""
+        job.report.prefill_tokens += int(step.counts.sum()) - step.beside
+        job.report.beside_tokens += step.beside
         hidden_TD = self._compute_states(job, step)
         last_R = self._to_device(np.cumsum(step.counts)[step.sources] - 1)
         tokens, logprobs = self._draw(job, hidden_TD[last_R], step.rows)
@@ -289,7 +292,7 @@ class NativeEngine:
         )
         cache = self._fit_cache(sequences)
         num_blocks = cache.num_blocks - self._num_idle_blocks
-        limits = (self.settings.max_sequences, self.settings.prefill_tokens_per_step)
+        limits = (self.settings.max_sequences, self.settings.prefill_tokens_per_step, self._most_tokens_beside)
         scheduler = Scheduler(sequences, num_blocks, BLOCK_SIZE, *limits)
         eos_ids = collect_eos_ids(self.tokenizer, self.model.module.generation_config)
         stops = StopRules(sampling, eos_ids, self.tokenizer, self.model.vocab_size)
@@ -365,13 +368,29 @@ class NativeEngine:
     def _compute_own_max_blocks(self) -> int:
         if self.settings.kv_cache_tokens is not None:
             return self.settings.kv_cache_tokens // BLOCK_SIZE
-        model = self.model
-        block_bytes = 2 * model.num_layers * BLOCK_SIZE * model.num_kv_heads * model.head_dim * model.dtype.itemsize
-        if model.device.type != "cuda":
+        block_bytes = BLOCK_SIZE * self._bytes_per_token
+        if self.model.device.type != "cuda":
             return _CPU_CACHE_BYTES // block_bytes
         torch.cuda.empty_cache()
-        free_bytes, _ = torch.cuda.mem_get_info(model.device)
+        free_bytes, _ = torch.cuda.mem_get_info(self.model.device)
         return int(free_bytes * self.settings.kv_memory_fraction) // block_bytes
+
+    @property
+    def _bytes_per_token(self) -> int:
+        """Keys and values of a token, all layers."""
+        model = self.model
+        return 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype.itemsize
+
+    @property
+    def _most_tokens_beside(self) -> int:
+        """Tokens that rows may hold and still decode in passes over prompts, see `Scheduler`.
+
+        Such a pass gathers keys and values, which writes them and reads them again, and saves one reading of the weights. Steps without
+        graphs gather them as well.
+        """
+        if self._graphs is None:
+            return sys.maxsize
+        return sum(weight.nbytes for weight in self.model.module.parameters()) // (2 * self._bytes_per_token)
 
     @property
     def _num_idle_blocks(self) -> int:

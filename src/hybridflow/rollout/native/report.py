@@ -17,6 +17,7 @@ class RolloutReport:
 
     num_rows:       of the call.
     prefill_tokens: fed in passes over prompts, and over rows that had lost their blocks.
+    beside_tokens:  of rows that decoded in these passes.
     steps:          of decoding.
     seat_steps, live_steps: places in these, and those in which a row drew a token.
     preemptions:    rows that lost their blocks to others.
@@ -25,6 +26,7 @@ class RolloutReport:
 
     num_rows: int
     prefill_tokens: int = 0
+    beside_tokens: int = 0
     steps: int = 0
     seat_steps: int = 0
     live_steps: int = 0
@@ -54,4 +56,5 @@ class RolloutReport:
             "speed/rollout_tail_share": mean(self.tail_seconds / self.seconds, self.seconds),
             "speed/rollout_preemptions": total(self.preemptions),
             "speed/rollout_prefill_tokens": total(self.prefill_tokens),
+            "speed/rollout_beside_tokens": total(self.beside_tokens),
         }

@@ -25,6 +25,7 @@ class Step:
 
     sequences: [B] sequence numbers; each is fed `counts` [B] tokens, from `starts` [B] on.
     rows:      rows that draw a token, each from the last token fed of `sequences[sources]`.
+    beside:    how many of the sequences are rows that decode beside the others: each is fed the one token that it drew last.
     """
 
     sequences: np.ndarray
@@ -32,6 +33,7 @@ class Step:
     counts: np.ndarray
     rows: np.ndarray
     sources: np.ndarray
+    beside: int = 0
 
 
 class Scheduler:
@@ -41,15 +43,25 @@ class Scheduler:
     a row shares its prompt's full blocks and has its own copy of the last partial one; prompts that begin alike share
     the full blocks of what they have in common, which one of them computes first; at most `max_sequences` rows run; a
     pass over prompts feeds at most `prefill_tokens` tokens; a finished row holds nothing.
+
+    beside_tokens: rows that are ready to decode go along in a pass over prompts, which so reads the weights once for both, where they
+        hold so many tokens or fewer in all and take at most half of the pass.
     """
 
     def __init__(
-        self, sequences: Sequences, num_blocks: int, block_size: int, max_sequences: int, prefill_tokens: int
+        self,
+        sequences: Sequences,
+        num_blocks: int,
+        block_size: int,
+        max_sequences: int,
+        prefill_tokens: int,
+        beside_tokens: int = 0,
     ) -> None:
         self.sequences = sequences
         self.block_size = block_size
         self.max_sequences = max_sequences
         self.prefill_tokens = prefill_tokens
+        self.beside_tokens = beside_tokens
         self.allocator = BlockAllocator(num_blocks)
         self.num_preemptions = 0
         prompts = [
@@ -69,7 +81,8 @@ class Scheduler:
         self._copies = _NO_COPIES
 
     def schedule_prefill(self) -> Step | None:
-        """The next pass over prompts and over rows to be computed again; None where all that runs is ready to decode."""
+        """The next pass over prompts and over rows to be computed again, with rows that decode beside them; None where all that runs is
+        ready to decode."""
         self._admit()
         return self._plan_prefill()
 
@@ -115,15 +128,26 @@ class Scheduler:
     def _plan_prefill(self) -> Step | None:
         candidates = np.concatenate([self.running, self._opened_prompts()])
         pending = self.sequences.length[candidates] - self.cached[candidates]
+        # A row that is ready to decode has one token to be fed.
         wanting = pending > np.where(candidates < self.sequences.num_rows, 1, 0)
         candidates, pending = candidates[wanting], pending[wanting]
         if not candidates.size:
             return None
         before = np.cumsum(pending) - pending
-        counts = np.clip(self.prefill_tokens - before, 0, pending)
+        beside = self._rows_beside()
+        counts = np.clip(self.prefill_tokens - len(beside) - before, 0, pending)
         chosen = counts > 0
-        rows, sources = self._drawing_rows(candidates[chosen], (counts == pending)[chosen])
-        return Step(candidates[chosen], self.cached[candidates[chosen]], counts[chosen], rows, sources)
+        fed = np.concatenate([beside, candidates[chosen]])
+        counts, pending = (np.concatenate([np.ones_like(beside), part[chosen]]) for part in (counts, pending))
+        rows, sources = self._drawing_rows(fed, counts == pending)
+        return Step(fed, self.cached[fed], counts, rows, sources, len(beside))
+
+    def _rows_beside(self) -> np.ndarray:
+        """Running rows that are ready to decode, where that pays in a pass over prompts and their next tokens have blocks."""
+        table, rows = self.sequences, self.running
+        ready = rows[table.length[rows] - self.cached[rows] == 1]
+        pays = table.length[ready].sum() <= self.beside_tokens and 2 * len(ready) <= self.prefill_tokens
+        return ready if ready.size and pays and self.reserve(1) else ready[:0]
 
     def _drawing_rows(self, sequences: np.ndarray, complete: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """A completed row draws for itself, a completed prompt for those rows of its group that have no token yet."""
