@@ -1,9 +1,11 @@
 """The head against a written-out float64 reference: values, gradients, memory, and the shift by one."""
 
+import itertools
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridflow.models import Head, compute_log_softmax, compute_logits, compute_logprobs, predicted_positions
 from hybridflow.models.head import VocabularyShard
 from hybridflow.models.head_chunks import choose_chunk_tokens, compute_head_bytes
+from hybridflow.models.head_shaping import Shaped
+from hybridflow.types import UNSHAPED, Shaping
 
 CASES = {
     "plain": dict(),
@@ -321,33 +325,44 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        storage = made.untyped_storage() if isinstance(made, torch.Tensor) else None
-        inputs = [value for value in args if isinstance(value, torch.Tensor)]
-        if storage is not None and storage.data_ptr() not in {value.untyped_storage().data_ptr() for value in inputs}:
-            self.now += storage.nbytes()
-            self.most = max(self.most, self.now)
-            weakref.finalize(made, self._free, storage.nbytes())
+        inputs = {value.untyped_storage().data_ptr() for value in args if isinstance(value, torch.Tensor)}
+        for tensor in made if isinstance(made, tuple) else (made,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in inputs:
+                self.now += tensor.untyped_storage().nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(tensor, self._free, tensor.untyped_storage().nbytes())
         return made
 
     def _free(self, num_bytes: int) -> None:
         self.now -= num_bytes
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_bytes_a_head_is_said_to_need_are_those_that_live_at_once(dtype: torch.dtype) -> None:
+SHAPINGS = (
+    Shaping(1.3), Shaping(min_p=0.05), Shaping(top_k=20, top_p=0.9), Shaping(1.3, 0.05, 20, 0.9),
+    Shaping(top_p=0.9), Shaping(1.3, top_p=0.9),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shaping"),
+    [(torch.float64, UNSHAPED), *itertools.product((torch.bfloat16, torch.float32), (UNSHAPED, *SHAPINGS))],
+)
+def test_the_bytes_a_head_is_said_to_need_are_those_that_live_at_once(dtype: torch.dtype, shaping: Shaping) -> None:
     vocab_size, num_targets = 2048, 1000
     weight = torch.randn(vocab_size, 16).to(dtype).requires_grad_()
     hidden = torch.randn(num_targets, 16).to(dtype).requires_grad_()
     targets = torch.arange(num_targets)
+    starts, ends = torch.zeros_like(targets), 1 + targets % 50
+    shaped = None if shaping == UNSHAPED else Shaped(shaping, targets, starts, ends)
     with LiveBytes() as live:
-        compute_logprobs(hidden, targets, Head(weight))[0].sum().backward()
-    told = compute_head_bytes(num_targets, vocab_size, 16, dtype, on_gpu=False, trains=True)
+        compute_logprobs(hidden, targets, Head(weight, exact=shaping.cuts), shaped=shaped)[0].sum().backward()
+    told = compute_head_bytes(num_targets, vocab_size, 16, dtype, on_gpu=False, trains=True, shaping=shaping)
     assert told == pytest.approx(live.most, rel=0.05)
 
 
 def test_on_a_gpu_a_head_needs_one_compiled_chunk_and_its_weight_s_gradient() -> None:
-    def need(num_targets: int, **changes: bool) -> int:
-        asked = {"on_gpu": True, "trains": True, **changes}
+    def need(num_targets: int, **changes: Any) -> int:
+        asked: dict[str, Any] = {"on_gpu": True, "trains": True, **changes}
         return compute_head_bytes(num_targets, 151936, 1024, torch.bfloat16, **asked)
 
     chunk = choose_chunk_tokens(151936, "compiled", on_gpu=True)
@@ -355,3 +370,5 @@ def test_on_a_gpu_a_head_needs_one_compiled_chunk_and_its_weight_s_gradient() ->
     assert need(32768) == need(65536) == chunk * 151936 * 2 + 151936 * 1024 * (4 + 2)
     assert need(32768, trains=False) == chunk * 151936 * 2
     assert need(100, trains=False) == 100 * 151936 * 2
+    softmax_chunk = choose_chunk_tokens(151936, "softmax", on_gpu=True)
+    assert need(32768, trains=False, shaping=Shaping(1.1)) == softmax_chunk * 151936 * 4 * 9.25

@@ -207,6 +207,12 @@ def test_the_page_on_trainers_and_generators_apart(task: Path) -> None:
     )
 
 
+def test_the_memory_is_that_of_rows_drawn_as_the_sampling_says(task: Path) -> None:
+    words = "train.gradient_checkpointing=none", "train.share_prompts=false"
+    apart, shared = (plan_of_rl(task, *words, *more).facts["memory"] for more in ((), ("train.share_prompts=true",)))
+    assert apart != shared
+
+
 def test_trainers_that_share_a_model(task: Path) -> None:
     """Four trainers, two of which have the same rows: they refresh copies to generate from, and meet in what they score and keep."""
     plan = plan_of_rl(

@@ -14,8 +14,8 @@ from hybridflow.models import LoraSettings
 from hybridflow.models.families import UnsupportedModelError
 from hybridflow.roles.policy import ModelSettings, read_config
 from hybridflow.roles.trainers import check_training, describe_layout, describe_memory
-from hybridflow.train_engine import Layout, ParallelConfig, TrainSettings
-from hybridflow.types import Numerics
+from hybridflow.train_engine import Layout, ParallelConfig, SampledRows, TrainSettings, expect_rows
+from hybridflow.types import Numerics, SamplingParams
 
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2,
@@ -161,3 +161,17 @@ def test_a_layout_and_its_memory_are_told(model: ModelSettings) -> None:
     assert float(total) == pytest.approx(sum(numbers), abs=0.3) and numbers[3] > 1.0
     halved = float(describe_memory(model, train, Layout(sequence=2), None, None).split()[0])
     assert halved < 0.7 * float(total)
+
+
+def test_memory_counts_how_rows_are_drawn_and_what_they_share(model: ModelSettings) -> None:
+    sampling = SamplingParams(repetition_penalty=1.2, samples_per_prompt=8, max_new_tokens=200)
+    train, apart = TrainSettings(gradient_checkpointing="none"), TrainSettings(share_prompts=False)
+    rows = expect_rows(train, "fast", sampling, 100)
+    assert rows == SampledRows(sampling.shaping, (99 + 8 * 300) / (99 + 8 * 201))
+    assert expect_rows(train, "fast", sampling, None) == expect_rows(train, "fast", sampling, 200)
+    unshared = expect_rows(apart, "fast", sampling, 100)
+    assert unshared == expect_rows(train, "exact", sampling, 100) == SampledRows(sampling.shaping)
+    shared = SampledRows(keys_per_token=rows.keys_per_token)
+    told = [describe_memory(model, train, Layout(), None, None, each) for each in (SampledRows(), shared, unshared)]
+    activations, backward = zip(*((line.split(", ")[3], line.split(", ")[4]) for line in told), strict=True)
+    assert activations[0] == activations[2] != activations[1] and backward[0] != backward[2]

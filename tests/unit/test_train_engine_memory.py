@@ -6,13 +6,16 @@ import gc
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig
 
 from hybridflow.models import LanguageModel, Packed, fresh_model
-from hybridflow.train_engine import memory
+from hybridflow.models.attention_fused import KERNELS
+from hybridflow.models.attention_kernel import KernelRows, SavedTensors
+from hybridflow.train_engine import TrainEngine, TrainSettings, memory
 from hybridflow.train_engine.layers import TrainLayers
 from hybridflow.train_engine.memory import (
     MODES,
@@ -20,6 +23,7 @@ from hybridflow.train_engine.memory import (
     LayerMode,
     ModelShape,
     OutOfMemoryError,
+    SampledRows,
     Workload,
     compute_layer_bytes,
     compute_memory,
@@ -30,6 +34,7 @@ from hybridflow.train_engine.memory import (
     read_shape,
     read_usage,
 )
+from hybridflow.train_engine.segments import RowGroup, build_segments, estimate_keys_per_token
 
 GIB = 2**30
 QWEN3 = ModelShape(28, 1024, 3072, 16, 8, 128, 151936, qk_norm=True)
@@ -37,6 +42,7 @@ LOAD = Workload(QWEN3, torch.bfloat16, 32768)
 COMPILED = LayerMode("none", compiled=True)
 NUM_WEIGHTS = 28 * (1024 * 128 * 2 * (16 + 8) + 3 * 1024 * 3072) + 151936 * 1024
 ROWS, LENGTH = 3, 40
+WHOLE = Packed(torch.arange(ROWS + 1, dtype=torch.int32) * LENGTH, LENGTH)
 
 
 def build_model(family: str, dtype: torch.dtype, num_layers: int) -> LanguageModel:
@@ -49,7 +55,7 @@ def build_model(family: str, dtype: torch.dtype, num_layers: int) -> LanguageMod
     return fresh_model(config, seed=0, dtype=dtype)
 
 
-def measure_kept(model: LanguageModel, mode: Checkpointing) -> int:
+def measure_kept(model: LanguageModel, mode: Checkpointing, rows: Packed = WHOLE, *, compiled: bool = False) -> int:
     """Bytes that stay from a forward pass: what autograd saves, and what selective checkpointing holds by itself."""
     weights = {weight.untyped_storage().data_ptr() for weight in model.module.parameters()}
     kept: dict[int, Tensor] = {}
@@ -58,9 +64,8 @@ def measure_kept(model: LanguageModel, mode: Checkpointing) -> int:
         kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    layers = TrainLayers(model, Workload(read_shape(model.config), model.dtype, 1), LayerMode(mode))
-    tokens, positions = torch.arange(ROWS * LENGTH) % 40, torch.arange(ROWS * LENGTH) % LENGTH
-    rows = Packed(torch.arange(ROWS + 1, dtype=torch.int32) * LENGTH, LENGTH)
+    layers = TrainLayers(model, Workload(read_shape(model.config), model.dtype, 1), LayerMode(mode, compiled))
+    tokens = positions = torch.arange(int(rows.cu_seqlens[-1])) % LENGTH
     gc.collect()
     before = {other.untyped_storage().data_ptr() for other in gc.get_objects() if type(other) is Tensor}
     with layers, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -83,6 +88,58 @@ def test_the_estimate_of_a_layer_is_within_a_fiftieth_of_what_autograd_keeps(
     workload = Workload(read_shape(build_model(family, dtype, 2).config), dtype, 1)
     estimated = compute_layer_bytes(workload, LayerMode(mode))
     assert measured / 1.02 < estimated < measured * 1.02
+
+
+class NoKernel:
+    """Keeps what a fused kernel keeps, without its arithmetic."""
+
+    takes_keys = True
+
+    def why_not(self) -> None:
+        return None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, rows: KernelRows) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(query), torch.zeros(query.shape[1], query.shape[0])
+
+    def backward(self, grad: Tensor, saved: SavedTensors, rows: KernelRows) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.zeros_like(saved[0]), torch.zeros_like(saved[1]), torch.zeros_like(saved[2])
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_copies_of_shared_keys_and_values_are_within_a_fiftieth_of_what_autograd_keeps(
+    mode: Checkpointing, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KERNELS, "flash_attn_4", NoKernel())
+    monkeypatch.setattr(LanguageModel, "packed_attention", "flash_attn_4")
+    segments = build_segments([RowGroup((0, 1, 2, 3), trunk=39)], np.full(4, 60))
+    ends, num_tokens = torch.from_numpy(np.append(0, np.cumsum(segments.lengths)).astype(np.int32)), 39 + 4 * 21
+    keys = segments.build_keys(padding=0)
+    assert keys is not None and len(keys.index_C) / num_tokens == estimate_keys_per_token(4, 40, 20, 4096)
+
+    def measure(rows: Packed) -> float:
+        models = [build_model("qwen3", torch.bfloat16, num_layers) for num_layers in (2, 6)]
+        few, many = (measure_kept(model, mode, rows, compiled=compiled) for model in models)
+        return (many - few) / 4 / num_tokens
+
+    measured = measure(Packed(ends, 39, keys)) - measure(Packed(ends, 39))
+    workload = Workload(read_shape(build_model("qwen3", torch.bfloat16, 2).config), torch.bfloat16, 1)
+    shared = replace(workload, rows=SampledRows(keys_per_token=len(keys.index_C) / num_tokens))
+    estimated = compute_layer_bytes(shared, LayerMode(mode, compiled)) - compute_layer_bytes(
+        workload, LayerMode(mode, compiled)
+    )
+    assert estimated == pytest.approx(measured, rel=0.02) and (estimated > 0) == (mode == "none")
+
+
+def test_a_trainer_s_own_estimate_is_that_of_its_rows() -> None:
+    settings = TrainSettings(gradient_checkpointing="none")
+    model = build_model("qwen3", torch.float32, 2)
+    needed = [
+        TrainEngine(model, settings, rows=rows).layers.estimate_pass_bytes()
+        for rows in (SampledRows(), SampledRows(keys_per_token=2.0))
+    ]
+    # Copies in both layers, and in the one whose backward runs.
+    assert needed[1] - needed[0] == 3 * settings.micro_batch_tokens * 4 * 2 * 2 * 16
 
 
 def test_a_shape_is_read_from_the_config_alone_and_counts_the_weights() -> None:

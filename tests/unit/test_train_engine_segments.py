@@ -29,6 +29,7 @@ from hybridflow.train_engine.segments import (
     RowGroup,
     add_up,
     build_segments,
+    estimate_keys_per_token,
     find_groups,
 )
 from hybridflow.train_engine.settings import SharingSetting, resolve_sharing
@@ -252,11 +253,15 @@ def test_keys_that_branches_copy_are_bounded_by_what_is_computed() -> None:
     tokens = np.concatenate([np.arange(104)] * 40).astype(np.int32)
     scored = np.tile(np.arange(104) >= 101, 40)
     groups = find_groups(tokens, np.arange(41) * 104, scored, range(40), max_tokens=10_000)
+    held = computed = 0
     for group in groups:
         segments = build_segments([group], np.full(40, 104))
         keys = segments.build_keys(padding=0)
         assert keys is not None and len(keys.index_C) <= MAX_KEYS_PER_TOKEN * segments.lengths.sum()
+        held, computed = held + len(keys.index_C), computed + int(segments.lengths.sum())
     assert 5 <= len(groups) <= 7
+    assert estimate_keys_per_token(40, 101, 3, 10_000) == held / computed
+    assert estimate_keys_per_token(40, 101, 3, 50) == estimate_keys_per_token(1, 101, 3, 10_000) == 1.0
 
 
 def test_a_group_that_is_too_large_is_cut_and_each_part_has_the_trunk() -> None:

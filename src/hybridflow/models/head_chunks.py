@@ -15,6 +15,7 @@ from torch import Tensor
 from hybridflow.models.exact import multiply_fixed, uses_kernels
 from hybridflow.models.head import Head, compute_product
 from hybridflow.models.head_shaping import Shaped
+from hybridflow.types import UNSHAPED, Shaping
 
 # Logits of a chunk: 64 MiB of float32 on the CPU; 512 MiB on a GPU, where each chunk also passes over the whole weight gradient; 1 GiB of
 # bfloat16 there where the passes are compiled and no float32 logits exist.
@@ -24,8 +25,6 @@ _CHUNK_LOGITS_COMPILED = 512 * 2**20
 # 64-bit indices in the compiled passes.
 _CHUNK_LOGITS_KEPT = 2**31 - 1
 _MIN_CHUNK_TOKENS = 64
-# Of a chunk's size, in float32, in softmax passes' backward: scaled logits, their log-probabilities, probabilities and gradient.
-_SOFTMAX_COPIES = 4
 
 Passes = Literal["softmax", "fused", "compiled"]
 
@@ -74,21 +73,38 @@ def choose_chunk_tokens(vocab_size: int, passes: Passes, *, on_gpu: bool, keeps_
 
 
 def compute_head_bytes(
-    num_targets: int, vocab_size: int, hidden_size: int, dtype: torch.dtype, *, on_gpu: bool, trains: bool
+    num_targets: int,
+    vocab_size: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    *,
+    on_gpu: bool,
+    trains: bool,
+    shaping: Shaping = UNSHAPED,
 ) -> int:
     """Bytes that the head holds at once in backward at least: a chunk's logits and the weight's gradient.
 
     vocab_size: rows of the head that are here.
-    on_gpu:     compiled passes, which write the gradient over the logits; on the CPU softmax passes.
+    on_gpu:     compiled passes, which write the gradient over the logits; softmax passes on the CPU, and of shaped logits.
     trains:     the weight has a gradient, in float32 and then in its own dtype.
 
     Logits that are kept instead of computed again are not counted: they are taken from what is free.
     """
     total_bytes = max(4, dtype.itemsize)
-    chunk = choose_chunk_tokens(vocab_size, "compiled" if on_gpu else "softmax", on_gpu=on_gpu)
-    a_logit = dtype.itemsize if on_gpu else _SOFTMAX_COPIES * total_bytes
+    compiled = on_gpu and shaping == UNSHAPED
+    chunk = choose_chunk_tokens(vocab_size, "compiled" if compiled else "softmax", on_gpu=on_gpu)
+    a_logit = dtype.itemsize if compiled else _count_softmax_copies(shaping) * total_bytes
     a_weight = total_bytes + (dtype.itemsize if dtype.itemsize < total_bytes else 0)
-    return min(num_targets, chunk) * vocab_size * a_logit + (a_weight * vocab_size * hidden_size if trains else 0)
+    return int(min(num_targets, chunk) * vocab_size * a_logit) + (a_weight * vocab_size * hidden_size if trains else 0)
+
+
+def _count_softmax_copies(shaping: Shaping) -> float:
+    """Of a chunk's size, in float32, in softmax passes' backward: scaled logits, their log-probabilities, probabilities and gradient, 4; of
+    shaped logits also the shaping's graph and gradients, and for top-p without top-k all logits sorted, with sums in float64."""
+    penalizes = shaping.repetition_penalty != 1.0
+    if shaping.top_p < 1.0 and not shaping.top_k:
+        return 12.75 if penalizes else 11.25
+    return 9.25 if penalizes else 6.25 if shaping.cuts else 4.0
 
 
 def take_rows(hidden_TD: Tensor, rows: Tensor | None, chunk: slice) -> Tensor:

@@ -31,7 +31,7 @@ from hybridflow.rollout import NativeEngine, NativeSettings
 from hybridflow.rollout.native.parallel import plan_shards
 from hybridflow.runtime.api import HELD_BY_ASKED, Group, Pieces, Runtime, Seat
 from hybridflow.train_engine import Layout, TrainEngine, TrainSettings, compute_model_work, join_ranks, plan_layout
-from hybridflow.train_engine.memory import read_free
+from hybridflow.train_engine.memory import PLAIN_ROWS, SampledRows, read_free
 from hybridflow.train_engine.ranks import ALONE
 from hybridflow.types import (
     UNSHAPED,
@@ -69,12 +69,13 @@ class AllRowsFailedError(HybridflowError, RuntimeError):
 
 @dataclass(frozen=True)
 class ActorSpec:
-    """All that an actor's worker is built from."""
+    """All that an actor's worker is built from. rows: those that it will train on."""
 
     model: ModelSpec
     train: TrainSettings
     rollout: RolloutSettings
     updates_per_step: int = 1
+    rows: SampledRows = PLAIN_ROWS
 
 
 class ActorWorker(GeneratorWorker):
@@ -94,7 +95,7 @@ class ActorWorker(GeneratorWorker):
         self.ranks = join_ranks(
             rank=seat.rank, size=seat.size, rendezvous=seat.rendezvous, device=device, timeout_s=seat.timeout_s
         )
-        self.train_engine = TrainEngine(self.policy.model, spec.train, self.ranks, seed=spec.model.seed)
+        self.train_engine = TrainEngine(self.policy.model, spec.train, self.ranks, seed=spec.model.seed, rows=spec.rows)
         self._seat, self._spec = seat, spec
         self._is_whole = self.train_engine.mesh.layout.is_whole
         self._shares_weights = shares_weights(self.train_engine.mesh.layout, spec.rollout)

@@ -9,7 +9,9 @@ from hybridflow.models import LoraSettings, check_lora, check_targets, resolve_l
 from hybridflow.roles.policy import ModelSettings, read_config, resolve_device, resolve_dtype
 from hybridflow.runtime.placement import DEVICE_TYPES, Kind
 from hybridflow.train_engine import (
+    PLAIN_ROWS,
     Layout,
+    SampledRows,
     TrainSettings,
     build_workload,
     check_heads,
@@ -113,7 +115,12 @@ def describe_layout(layout: Layout) -> str:
 
 
 def describe_memory(
-    model: ModelSettings, train: TrainSettings, layout: Layout, kind: Kind | None, dtype: str | None
+    model: ModelSettings,
+    train: TrainSettings,
+    layout: Layout,
+    kind: Kind | None,
+    dtype: str | None,
+    rows: SampledRows = PLAIN_ROWS,
 ) -> str:
     """The estimate of a trainer's peak: `9.8 GiB a trainer (weights 2.4 GiB, gradients 1.2 GiB, ..., backward 310.0 MiB)`.
 
@@ -123,7 +130,9 @@ def describe_memory(
     shape = read_shape(read_config(model))
     trained = None if train.lora is None else _count_adapter(shape, resolve_lora(train.lora).rank)
     workload = build_workload(
-        *(train, layout, shape, resolve_dtype(dtype or model.dtype, device), trained), on_gpu=device.type == "cuda"
+        *(train, layout, shape, resolve_dtype(dtype or model.dtype, device), trained),
+        on_gpu=device.type == "cuda",
+        rows=rows,
     )
     compiled = plan_compile(train.compile, workload)
     estimates = {mode: compute_memory(workload, LayerMode(mode, compiled, train.activation_offload)) for mode in MODES}

@@ -2,12 +2,14 @@
 step a mini-batch, exact resume."""
 
 from hybridflow.train_engine.backends import Backend, describe_devices, find_versions, get_available_backends
-from hybridflow.train_engine.building import build_workload
+from hybridflow.train_engine.building import build_workload, expect_rows
 from hybridflow.train_engine.engine import NonFiniteError, TrainEngine
 from hybridflow.train_engine.logprobs import compute_batch_logprobs
 from hybridflow.train_engine.memory import (
+    PLAIN_ROWS,
     MemoryEstimate,
     OutOfMemoryError,
+    SampledRows,
     Workload,
     compute_memory,
     plan_checkpointing,
@@ -23,6 +25,7 @@ from hybridflow.train_engine.sharding import compute_box
 from hybridflow.train_engine.tensor_parallel import check_tensor_parallel
 
 __all__ = [
+    "PLAIN_ROWS",
     "Backend",
     "DriftError",
     "Layout",
@@ -34,6 +37,7 @@ __all__ = [
     "OutOfMemoryError",
     "ParallelConfig",
     "Ranks",
+    "SampledRows",
     "ScheduleSettings",
     "TrainEngine",
     "TrainSettings",
@@ -48,6 +52,7 @@ __all__ = [
     "compute_model_work",
     "compute_row_costs",
     "describe_devices",
+    "expect_rows",
     "find_versions",
     "get_available_backends",
     "join_ranks",

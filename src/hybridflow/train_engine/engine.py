@@ -35,6 +35,7 @@ from hybridflow.train_engine.logprobs import (
     find_ranks_in_step,
 )
 from hybridflow.train_engine.loss_totals import LossTotals
+from hybridflow.train_engine.memory import PLAIN_ROWS, SampledRows
 from hybridflow.train_engine.mesh import build_mesh, plan_layout
 from hybridflow.train_engine.optimizer import AdamW
 from hybridflow.train_engine.packing import (
@@ -90,6 +91,7 @@ class TrainEngine:
            checksum of the weights before the step). Where no token counts, the first alone. Numbers of the host travel by the host, and
            the device is waited for once a step, as alone.
     seed:  draws a new adapter.
+    rows:  what is expected of them, for the memory estimate alone.
 
     Determinism: with the same rows in the same order on the same layout of ranks, the same settings and the same number of
     threads, every number is bit-equal on the CPU: micro-batches, their order and the order of all sums follow from the rows'
@@ -98,7 +100,15 @@ class TrainEngine:
     float64.
     """
 
-    def __init__(self, model: LanguageModel, settings: TrainSettings, ranks: Ranks = ALONE, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        settings: TrainSettings,
+        ranks: Ranks = ALONE,
+        *,
+        seed: int = 0,
+        rows: SampledRows = PLAIN_ROWS,
+    ) -> None:
         self.model = model
         self.settings = settings
         self.ranks = ranks
@@ -108,7 +118,7 @@ class TrainEngine:
             None if settings.lora is None else (resolve_lora(settings.lora).scale, compute_base_checksum(model))
         )
         self._partial = apply_settings(model, settings, self.mesh, seed)
-        self.layers = build_layers(model, settings, self.mesh)
+        self.layers = build_layers(model, settings, self.mesh, rows)
         parameters = {plain_name(name): weight for name, weight in model.module.named_parameters()}
         self.optimizer = AdamW(parameters, settings.optimizer, self.mesh, on_host=settings.offload == "optimizer")
         self._shares_prompts = resolve_sharing(

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from hybridflow.config import HybridflowError
 from hybridflow.models.families import find_family
 from hybridflow.models.head_chunks import compute_head_bytes
+from hybridflow.types import UNSHAPED, Shaping
 
 Checkpointing = Literal["none", "selective", "full"]
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -90,6 +91,21 @@ class LayerMode:
 
 
 @dataclass(frozen=True)
+class SampledRows:
+    """What of a rollout's rows takes memory beside their tokens, e.g. `SampledRows(Shaping(1.1), keys_per_token=1.5)`.
+
+    shaping:        of their distributions, which the head computes.
+    keys_per_token: keys, each with its value, that attention holds for a token that is computed: above 1 where prompts are shared.
+    """
+
+    shaping: Shaping = UNSHAPED
+    keys_per_token: float = 1.0
+
+
+PLAIN_ROWS = SampledRows()
+
+
+@dataclass(frozen=True)
 class Workload:
     """What one rank has to hold and to run, in numbers.
 
@@ -100,6 +116,7 @@ class Workload:
     trained_weights:    how many train; None: all. The others (the base under LoRA) have neither gradient nor optimizer.
     on_host:            what waits in the host's memory: `optimizer` moments and masters, `parameters` shards and gradients too.
     on_gpu:             where the passes run.
+    rows:               what goes through the model.
     """
 
     shape: ModelShape
@@ -112,6 +129,7 @@ class Workload:
     trained_weights: int | None = None
     on_host: Literal["none", "optimizer", "parameters"] = "none"
     on_gpu: bool = True
+    rows: SampledRows = PLAIN_ROWS
 
 
 @dataclass(frozen=True)
@@ -175,7 +193,7 @@ def compute_memory(workload: Workload, mode: LayerMode) -> MemoryEstimate:
     layer = tokens * compute_layer_bytes(workload, replace(mode, checkpointing="none"))
     head = compute_head_bytes(
         tokens, shape.vocab_size // workload.tensor, shape.hidden_size, workload.dtype,
-        on_gpu=workload.on_gpu, trains=workload.trained_weights is None,
+        on_gpu=workload.on_gpu, trains=workload.trained_weights is None, shaping=workload.rows.shaping,
     )  # fmt: skip
     return MemoryEstimate(
         **_compute_fixed(workload),
@@ -190,7 +208,7 @@ def compute_layer_bytes(workload: Workload, mode: LayerMode) -> int:
     full:      its input.
     selective: its input, and the outputs of its matrix products and of attention.
     none:      not compiled, all that the operations of Transformers' layers save (norms in float32); compiled, what is not cheap to
-               compute again.
+               compute again. Both keep the copies of keys and values that rows with a shared prompt attend to.
 
     Where attention is neither fused nor without a softcap (Gemma 2), it keeps its scores too, quadratic in the rows, which are not counted.
     """
@@ -204,13 +222,14 @@ def compute_layer_bytes(workload: Workload, mode: LayerMode) -> int:
     log_sums = 4 * shape.num_heads // workload.tensor
     if mode.checkpointing == "selective":
         return size * (3 * hidden + 2 * queries + 2 * keys + 2 * inner) + log_sums
+    copies = int(size * 2 * keys * (workload.rows.keys_per_token - 1))
     if mode.compiled:
-        return size * (4 * hidden + 3 * queries + 3 * keys + 3 * inner) + log_sums
+        return size * (4 * hidden + 3 * queries + 3 * keys + 3 * inner) + log_sums + copies
     normed = shape.num_norms * hidden
     heads_normed = queries + keys if shape.qk_norm else 0
     # A norm saves its input in float32, its output before the weight and after it; of a float32 input, the input itself.
     norms = normed * (2 * size + 4) + heads_normed * (size + 4)
-    return norms + size * (2 * queries + 2 * keys + 4 * inner) + log_sums
+    return norms + size * (2 * queries + 2 * keys + 4 * inner) + log_sums + copies
 
 
 def _compute_fixed(workload: Workload) -> dict[str, int]:

@@ -63,6 +63,15 @@ def find_groups(
     return sorted(groups, key=lambda group: group.rows[0])
 
 
+def estimate_keys_per_token(num_rows: int, prompt_tokens: int, response_tokens: int, max_tokens: int) -> float:
+    """Keys that attention holds for each token that is computed of a prompt's samples, as `find_groups` puts them together; 1 where they
+    share nothing."""
+    length = prompt_tokens + response_tokens
+    groups = _cut(list(range(num_rows)), prompt_tokens - 1, np.full(num_rows, length), max_tokens)
+    computed = sum(group.trunk + len(group.rows) * (length - group.trunk) for group in groups)
+    return sum(group.trunk + len(group.rows) * length for group in groups) / computed
+
+
 def add_up(
     groups: Sequence[RowGroup],
     lengths: NDArray[np.int64],
