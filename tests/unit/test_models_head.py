@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridflow.models import Head, compute_log_softmax, compute_logits, compute_logprobs, predicted_positions
+from hybridflow.models import (
+    Head,
+    compute_log_softmax,
+    compute_logits,
+    compute_logprobs,
+    head_chunks,
+    predicted_positions,
+)
 from hybridflow.models.head import VocabularyShard
 from hybridflow.models.head_chunks import choose_chunk_tokens, compute_head_bytes
 from hybridflow.models.head_shaping import Shaped
@@ -63,6 +70,36 @@ def test_values_and_gradients_against_float64(case, temperature, chunk_tokens):
         compute_log_softmax(compute_logits(hidden, head, temperature)).gather(1, targets[:, None])[:, 0], logprobs
     )
     assert torch.autograd.gradcheck(ours, (hidden, weight))
+
+
+@pytest.mark.parametrize("passes", ["softmax", "fused"])
+@pytest.mark.parametrize("used", [0, 1], ids=["log-probabilities alone", "entropy alone"])
+def test_one_of_two_outputs_may_be_without_a_gradient(used, passes):
+    hidden, weight, targets = draw()
+    upstream = torch.linspace(-1, 1, 11, dtype=torch.float64)
+    outputs = compute_logprobs(
+        hidden, targets, Head(weight, softcap=2.0), temperature=0.6, with_entropy=True, passes=passes
+    )
+    expected = reference(hidden, weight, targets, 0.6, softcap=2.0)
+    found, wanted = (torch.autograd.grad((out[used] * upstream).sum(), (hidden, weight)) for out in (outputs, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("shaping", [UNSHAPED, Shaping(1.3)], ids=str)
+def test_the_size_of_a_block_changes_no_bit(shaping, exact, monkeypatch):
+    hidden, weight, targets = draw(50, 16, 40, torch.float32 if exact else torch.bfloat16)
+    starts, ends = torch.zeros_like(targets), 1 + torch.arange(50) % 7
+    shaped = None if shaping == UNSHAPED else Shaped(shaping, targets, starts, ends)
+    found = []
+    for logits in (2**20, 7 * 40, 1):
+        monkeypatch.setitem(head_chunks._BLOCK_LOGITS, "cpu", logits)
+        outputs = compute_logprobs(
+            hidden, targets, Head(weight, exact=exact), chunk_tokens=16, with_entropy=True, shaped=shaped
+        )
+        found.append((*outputs, *torch.autograd.grad((outputs[0] * outputs[1]).sum(), (hidden, weight))))
+    for other in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -371,4 +408,5 @@ def test_on_a_gpu_a_head_needs_one_compiled_chunk_and_its_weight_s_gradient() ->
     assert need(32768, trains=False) == chunk * 151936 * 2
     assert need(100, trains=False) == 100 * 151936 * 2
     softmax_chunk = choose_chunk_tokens(151936, "softmax", on_gpu=True)
-    assert need(32768, trains=False, shaping=Shaping(1.1)) == softmax_chunk * 151936 * 4 * 9.25
+    block = 2**24 // 151936
+    assert need(32768, trains=False, shaping=Shaping(1.1)) == 151936 * (softmax_chunk * 2 + block * 4 * 7.25)

@@ -25,6 +25,8 @@ _CHUNK_LOGITS_COMPILED = 512 * 2**20
 # 64-bit indices in the compiled passes.
 _CHUNK_LOGITS_KEPT = 2**31 - 1
 _MIN_CHUNK_TOKENS = 64
+# Logits of a block: 4 MiB of float32 on the CPU, whose allocator maps and clears memory anew for much larger tensors; 64 MiB on a GPU.
+_BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**24}
 
 Passes = Literal["softmax", "fused", "compiled"]
 
@@ -60,6 +62,13 @@ class ChunkSettings:
         for start in range(0, count, self.chunk_tokens):
             yield slice(start, min(start + self.chunk_tokens, count))
 
+    def iter_blocks(self, chunk: slice, weight_VD: Tensor) -> Iterator[tuple[slice, slice]]:
+        """The same of a chunk, for softmax passes over few targets at a time; and where each slice lies in the chunk."""
+        tokens = choose_block_tokens(weight_VD.shape[0], on_gpu=weight_VD.device.type == "cuda")
+        for start in range(chunk.start, chunk.stop, tokens):
+            stop = min(start + tokens, chunk.stop)
+            yield slice(start, stop), slice(start - chunk.start, stop - chunk.start)
+
 
 def choose_chunk_tokens(vocab_size: int, passes: Passes, *, on_gpu: bool, keeps_all: bool = False) -> int:
     """Targets whose logits are worked on at once.
@@ -72,6 +81,11 @@ def choose_chunk_tokens(vocab_size: int, passes: Passes, *, on_gpu: bool, keeps_
     return max(_MIN_CHUNK_TOKENS, fitting // _MIN_CHUNK_TOKENS * _MIN_CHUNK_TOKENS)
 
 
+def choose_block_tokens(vocab_size: int, *, on_gpu: bool) -> int:
+    """Targets over whose logits softmax passes go at once."""
+    return max(1, _BLOCK_LOGITS["cuda" if on_gpu else "cpu"] // vocab_size)
+
+
 def compute_head_bytes(
     num_targets: int,
     vocab_size: int,
@@ -82,7 +96,7 @@ def compute_head_bytes(
     trains: bool,
     shaping: Shaping = UNSHAPED,
 ) -> int:
-    """Bytes that the head holds at once in backward at least: a chunk's logits and the weight's gradient.
+    """Bytes that the head holds at once in backward at least: a chunk's logits, a block's copies of them and the weight's gradient.
 
     vocab_size: rows of the head that are here.
     on_gpu:     compiled passes, which write the gradient over the logits; softmax passes on the CPU, and of shaped logits.
@@ -93,18 +107,27 @@ def compute_head_bytes(
     total_bytes = max(4, dtype.itemsize)
     compiled = on_gpu and shaping == UNSHAPED
     chunk = choose_chunk_tokens(vocab_size, "compiled" if compiled else "softmax", on_gpu=on_gpu)
-    a_logit = dtype.itemsize if compiled else _count_softmax_copies(shaping) * total_bytes
+    num_targets = min(num_targets, chunk)
+    # Cut logits are trained in exact numerics alone, which round products to no less than float32; the gradient lies apart then.
+    raw_bytes = total_bytes if shaping.cuts else dtype.itemsize
+    a_logit = raw_bytes if raw_bytes == dtype.itemsize else raw_bytes + dtype.itemsize
+    held = num_targets * vocab_size * a_logit
+    if not compiled:
+        copies = _count_softmax_copies(shaping) + (raw_bytes < total_bytes)
+        held += int(
+            min(num_targets, choose_block_tokens(vocab_size, on_gpu=on_gpu)) * vocab_size * copies * total_bytes
+        )
     a_weight = total_bytes + (dtype.itemsize if dtype.itemsize < total_bytes else 0)
-    return int(min(num_targets, chunk) * vocab_size * a_logit) + (a_weight * vocab_size * hidden_size if trains else 0)
+    return held + (a_weight * vocab_size * hidden_size if trains else 0)
 
 
 def _count_softmax_copies(shaping: Shaping) -> float:
-    """Of a chunk's size, in float32, in softmax passes' backward: scaled logits, their log-probabilities, probabilities and gradient, 4; of
-    shaped logits also the shaping's graph and gradients, and for top-p without top-k all logits sorted, with sums in float64."""
+    """Of a block's size, in float32, beside its raw logits in softmax passes' backward: log-probabilities, probabilities and gradient, 3;
+    of shaped logits the shaping's graph and gradients, and for top-p without top-k all logits sorted, with sums in float64."""
     penalizes = shaping.repetition_penalty != 1.0
     if shaping.top_p < 1.0 and not shaping.top_k:
-        return 12.75 if penalizes else 11.25
-    return 9.25 if penalizes else 6.25 if shaping.cuts else 4.0
+        return 9.75 if penalizes else 8.25
+    return 6.25 if penalizes else 3.25 if shaping.cuts else 3.0
 
 
 def take_rows(hidden_TD: Tensor, rows: Tensor | None, chunk: slice) -> Tensor:

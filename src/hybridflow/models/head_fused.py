@@ -44,23 +44,27 @@ class FusedFunction(torch.autograd.Function):
         ctx.save_for_backward(hidden_TD, weight_VD, local_M, rows, peak_M, log_total_M, entropy)
         ctx.settings = settings
         ctx.kept = kept
+        # An entropy that is only reported has no gradient.
+        ctx.set_materialize_grads(False)
         return (target_M - peak_M) - log_total_M, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden_TD, weight_VD, local_M, rows, peak_M, log_total_M, entropy = ctx.saved_tensors
         settings: ChunkSettings = ctx.settings
         head = settings.head
+        grad_logprob_M, grad_entropy_M = grads
+        grad_logprob_M = torch.zeros_like(peak_M) if grad_logprob_M is None else grad_logprob_M
         gradients = HeadGradients(hidden_TD, weight_VD, rows, ctx.needs_input_grad, head)
         for chunk in settings.iter_chunks(local_M.shape[0]):
             hidden_CD = take_rows(hidden_TD, rows, chunk)
             # Taken out: the gradient overwrites them, and a second backward computes them again.
             raw_CV = ctx.kept.pop(chunk.start, None)
             raw_CV = compute_product(hidden_CD, weight_VD.t(), head) if raw_CV is None else raw_CV
-            parts = [None if not settings.with_entropy else part[chunk] for part in (entropy, grads[1])]
+            parts = (None, None) if grad_entropy_M is None else (entropy[chunk], grad_entropy_M[chunk])
             run_pass(
                 write_gradient_, settings.compiled, raw_CV, local_M[chunk],
-                peak_M[chunk], log_total_M[chunk], grads[0][chunk], *parts, *settings.scale,
+                peak_M[chunk], log_total_M[chunk], grad_logprob_M[chunk], *parts, *settings.scale,
             )  # fmt: skip
             gradients.add(chunk, hidden_CD, raw_CV)
             del raw_CV

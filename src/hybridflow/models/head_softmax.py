@@ -1,6 +1,7 @@
 """The head through `compute_log_softmax`, bit-equal to what a rollout samples from: with gradient, chunk by chunk.
 
-Dimensions: T packed tokens, M targets, C targets of a chunk, D model, V vocabulary.
+Products are of a chunk's targets, passes over logits of a block's, few enough for a CPU's cache and for memory that its allocator keeps.
+Dimensions: T packed tokens, M targets, C targets of a chunk, B targets of a block, D model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,27 +28,31 @@ class SoftmaxFunction(torch.autograd.Function):
         logprobs = torch.empty(targets_M.shape, dtype=dtype, device=hidden_TD.device)
         entropy = torch.empty_like(logprobs) if settings.with_entropy else logprobs.new_empty(0)
         for chunk in settings.iter_chunks(targets_M.shape[0]):
-            logits_CV = _chunk_logits(take_rows(hidden_TD, rows, chunk), weight_VD, settings)
-            logp_CV = compute_log_softmax(_shape(logits_CV, targets_M, chunk, settings), exact=settings.head.exact)
-            logprobs[chunk] = logp_CV.gather(1, targets_M[chunk, None]).squeeze(1)
-            if settings.with_entropy:
-                entropy[chunk] = _entropy(logp_CV, torch.exp(logp_CV), settings.head)
+            raw_CV = compute_product(take_rows(hidden_TD, rows, chunk), weight_VD.t(), settings.head)
+            for block, here in settings.iter_blocks(chunk, weight_VD):
+                logits_BV = scale_logits(raw_CV[here], *settings.scale)
+                logp_BV = compute_log_softmax(_shape(logits_BV, targets_M, block, settings), exact=settings.head.exact)
+                logprobs[block] = logp_BV.gather(1, targets_M[block, None]).squeeze(1)
+                if settings.with_entropy:
+                    entropy[block] = _entropy(logp_BV, torch.exp(logp_BV), settings.head)
         ctx.save_for_backward(hidden_TD, weight_VD, targets_M, rows)
         ctx.settings = settings
+        # An entropy that is only reported has no gradient, and costs no passes.
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden_TD, weight_VD, targets_M, rows = ctx.saved_tensors
         settings: ChunkSettings = ctx.settings
-        grad_logprob, grad_entropy = grads
         gradients = HeadGradients(hidden_TD, weight_VD, rows, ctx.needs_input_grad, settings.head)
         for chunk in settings.iter_chunks(targets_M.shape[0]):
             hidden_CD = take_rows(hidden_TD, rows, chunk)
-            entropy_part = grad_entropy[chunk, None] if settings.with_entropy else None
-            grad_CV = _logits_gradient(
-                hidden_CD, weight_VD, targets_M, chunk, grad_logprob[chunk, None], entropy_part, settings
-            )
+            raw_CV = compute_product(hidden_CD, weight_VD.t(), settings.head)
+            # Over the logits, where their numbers are those of the weight.
+            grad_CV = raw_CV if raw_CV.dtype == weight_VD.dtype else torch.empty_like(raw_CV, dtype=weight_VD.dtype)
+            for block, here in settings.iter_blocks(chunk, weight_VD):
+                grad_CV[here] = _logits_gradient(raw_CV[here], targets_M, block, grads, settings)
             gradients.add(chunk, hidden_CD, grad_CV)
         return gradients.hidden_TD, gradients.weight_VD, None, None, None
 
@@ -59,45 +64,42 @@ def _entropy(logp_CV: Tensor, p_CV: Tensor, head: Head) -> Tensor:
 
 
 def _logits_gradient(
-    hidden_CD: Tensor,
-    weight_VD: Tensor,
+    raw_BV: Tensor,
     targets_M: Tensor,
-    chunk: slice,
-    grad_logprob_C1: Tensor,
-    grad_entropy_C1: Tensor | None,
+    block: slice,
+    grads: tuple[Tensor | None, ...],
     settings: ChunkSettings,
 ) -> Tensor:
-    """Gradient at the raw logits of a chunk: g (onehot - p) for the log-probability, -g p (log p + H) for the entropy."""
+    """Gradient at the raw logits of a block: g (onehot - p) for the log-probability, -g p (log p + H) for the entropy."""
     head, temperature = settings.head, settings.temperature
-    logits_CV = _chunk_logits(hidden_CD, weight_VD, settings)
-    logp_CV = compute_log_softmax(_shape(logits_CV, targets_M, chunk, settings), exact=head.exact)
-    p_CV = torch.exp(logp_CV)
-    grad_CV = p_CV * -grad_logprob_C1
-    if grad_entropy_C1 is not None:
-        entropy_C1 = _entropy(logp_CV, p_CV, head).unsqueeze(1)
-        surprise_CV = logp_CV.clamp_(min=torch.finfo(logp_CV.dtype).min).add_(entropy_C1)
-        grad_CV.sub_(surprise_CV.mul_(p_CV).mul_(grad_entropy_C1))
-    grad_CV.scatter_add_(1, targets_M[chunk, None], grad_logprob_C1.to(grad_CV.dtype))
+    grad_logprob_B1, grad_entropy_B1 = (None if part_M is None else part_M[block, None] for part_M in grads)
+    logits_BV = scale_logits(raw_BV, *settings.scale)
+    logp_BV = compute_log_softmax(_shape(logits_BV, targets_M, block, settings), exact=head.exact)
+    p_BV = torch.exp(logp_BV)
+    grad_BV = torch.zeros_like(p_BV) if grad_logprob_B1 is None else p_BV * -grad_logprob_B1
+    if grad_entropy_B1 is not None:
+        entropy_B1 = _entropy(logp_BV, p_BV, head).unsqueeze(1)
+        surprise_BV = logp_BV.clamp_(min=torch.finfo(logp_BV.dtype).min).add_(entropy_B1)
+        grad_BV.sub_(surprise_BV.mul_(p_BV).mul_(grad_entropy_B1))
+    if grad_logprob_B1 is not None:
+        grad_BV.scatter_add_(1, targets_M[block, None], grad_logprob_B1.to(grad_BV.dtype))
+    del logp_BV, p_BV
     if settings.shaped is not None:
-        grad_CV = settings.shaped.find_gradient(grad_CV, logits_CV, targets_M, chunk, exact=head.exact)
-    return _scale_gradient(grad_CV, logits_CV, head, temperature)
+        grad_BV = settings.shaped.find_gradient(grad_BV, logits_BV, targets_M, block, exact=head.exact)
+    return _scale_gradient(grad_BV, logits_BV, head, temperature)
 
 
-def _chunk_logits(hidden_CD: Tensor, weight_VD: Tensor, settings: ChunkSettings) -> Tensor:
-    return scale_logits(compute_product(hidden_CD, weight_VD.t(), settings.head), *settings.scale)
-
-
-def _shape(logits_CV: Tensor, targets_M: Tensor, chunk: slice, settings: ChunkSettings) -> Tensor:
+def _shape(logits_BV: Tensor, targets_M: Tensor, block: slice, settings: ChunkSettings) -> Tensor:
     if settings.shaped is None:
-        return logits_CV
-    return settings.shaped.shape(logits_CV, targets_M, chunk, exact=settings.head.exact)
+        return logits_BV
+    return settings.shaped.shape(logits_BV, targets_M, block, exact=settings.head.exact)
 
 
-def _scale_gradient(grad_TV: Tensor, logits_TV: Tensor, head: Head, temperature: float) -> Tensor:
-    """Gradient at the raw product from the gradient at the scaled logits; `grad_TV` is overwritten."""
+def _scale_gradient(grad_BV: Tensor, logits_BV: Tensor, head: Head, temperature: float) -> Tensor:
+    """Gradient at the raw product from the gradient at the scaled logits; `grad_BV` is overwritten."""
     if temperature != 1.0:
-        grad_TV.div_(temperature)
+        grad_BV.div_(temperature)
     if head.softcap is not None:
-        capped = logits_TV * (temperature / head.softcap)
-        grad_TV.mul_(1.0 - capped * capped)
-    return grad_TV if head.logit_scale == 1.0 else grad_TV.mul_(head.logit_scale)
+        capped_BV = logits_BV * (temperature / head.softcap)
+        grad_BV.mul_(1.0 - capped_BV * capped_BV)
+    return grad_BV if head.logit_scale == 1.0 else grad_BV.mul_(head.logit_scale)
