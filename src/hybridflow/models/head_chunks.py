@@ -17,9 +17,9 @@ from hybridflow.models.head import Head, compute_product
 from hybridflow.models.head_shaping import Shaped
 from hybridflow.types import UNSHAPED, Shaping
 
-# Logits of a chunk: 64 MiB of float32 on the CPU; 512 MiB on a GPU, where each chunk also passes over the whole weight gradient; 1 GiB of
+# Logits of a chunk, each of which also passes over the whole weight gradient: 256 MiB of float32 on the CPU, 512 MiB on a GPU; 1 GiB of
 # bfloat16 there where the passes are compiled and no float32 logits exist.
-_CHUNK_LOGITS = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
+_CHUNK_LOGITS = {"cpu": 64 * 2**20, "cuda": 128 * 2**20}
 _CHUNK_LOGITS_COMPILED = 512 * 2**20
 # Where all logits stay for backward, large chunks take no more memory, and fewer passes over the weight's gradient; more would need
 # 64-bit indices in the compiled passes.
