@@ -27,7 +27,7 @@ import numpy as np
 import ray
 import torch
 
-from hybridflow.algorithms import GRPO, GRPOSettings
+from hybridflow.algorithms import PolicyGradient, PolicyGradientSettings
 from hybridflow.batch import Batch
 from hybridflow.columns import Ragged
 from hybridflow.observability.phases import phase, set_step
@@ -239,7 +239,7 @@ def place(role: str, count: int) -> RolePlacement:
     return RolePlacement(role, role, tuple(Slot("stub", "cpu", (index,)) for index in range(count)))
 
 
-def build_roles(runtime: Scheduler, tokens: int, *, separate: bool) -> tuple[Actor, RewardModel, GRPO]:
+def build_roles(runtime: Scheduler, tokens: int, *, separate: bool) -> tuple[Actor, RewardModel, PolicyGradient]:
     """The real facades."""
     directory = Path(tempfile.mkdtemp())
     (directory / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 1024}))
@@ -248,7 +248,7 @@ def build_roles(runtime: Scheduler, tokens: int, *, separate: bool) -> tuple[Act
     spec = ActorSpec(model, TrainSettings(), RolloutSettings())
     actor = Actor(runtime, spec, sampling, separate_rollout=separate, snapshot_every_steps=1)
     reward = RewardModel(runtime, RewardSettings(function="exact_match"), columns=frozenset({"response"}))
-    return actor, reward, GRPO(GRPOSettings(), temperature=1.0)
+    return actor, reward, PolicyGradient(PolicyGradientSettings(), sampling)
 
 
 if __name__ == "__main__":
