@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cases import build_parser
 
 # The tests' tiny run and their killer: what CI does with 3 kills is done here with many.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "e2e"))
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--kills", type=int, default=20, help="at most steps - 3")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of steps, moments and workers")

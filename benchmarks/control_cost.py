@@ -9,7 +9,6 @@ holds a thousand processes: what a thousand connections would add is not in thes
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
@@ -26,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import ray
 import torch
+from cases import build_parser, print_line
 
 from hybridflow.algorithms import PolicyGradient, PolicyGradientSettings
 from hybridflow.batch import Batch
@@ -143,7 +143,7 @@ class StubTransport(RayTransport):
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 10, 100, 300, 1000])
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="tokens of a response")
     parser.add_argument("--steps", type=int, default=5, help="steps measured, after two that are not")
@@ -196,7 +196,7 @@ def measure(workers: int, tokens: int, steps: int, processes: int) -> dict[str, 
         name.removeprefix("controller/"): round(statistics.median(cost[name] for cost in costs[2:]), 4)
         for name in ("controller/cpu_s", "controller/sent_bytes", "controller/received_bytes", "thread_s", "step_s")
     }
-    print(json.dumps(line), flush=True)
+    print_line(line)
     return line
 
 

@@ -26,11 +26,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from shapes import SHAPES, build_model, build_module, parse_case, print_case
+from cases import parse_case, print_case
+from shapes import (
+    BANDWIDTH,
+    PRODUCT_FLOPS,
+    SHAPES,
+    build_model,
+    build_module,
+    draw_prompts,
+    read_layer,
+)
+from timing import DEVICE, time_call, wait
 
-BANDWIDTH, FLOPS = 4.3e12, 790e12
 WARM_UP_TOKENS = 16
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True)
@@ -92,20 +100,13 @@ def draw_lengths(text: str, count: int, seed: int) -> np.ndarray:
 
 def time_calls(case: Case, call: Callable[[int], None]) -> list[float]:
     """Seconds of each call, the first of which warms up."""
-    seconds = []
-    for repeat in range(case.repeats + 1):
-        wait()
-        started_s = time.perf_counter()
-        call(repeat)
-        wait()
-        seconds.append(time.perf_counter() - started_s)
-    return seconds
+    return [time_call(lambda repeat=repeat: call(repeat)) for repeat in range(case.repeats + 1)]
 
 
-def draw_prompts(case: Case, lengths: np.ndarray) -> list[np.ndarray]:
-    """Random token ids."""
-    rng, vocab = np.random.default_rng(2), SHAPES[case.shape]["vocab_size"] - 1000
-    return [rng.integers(10, vocab, length).astype(np.int32) for length in lengths]
+def draw_rows(case: Case, lengths: np.ndarray) -> list[np.ndarray]:
+    """Prompts of these lengths, each as often as it is sampled."""
+    prompts = draw_prompts(case.shape, lengths, np.random.default_rng(2))
+    return [row for row in prompts for _ in range(case.samples)]
 
 
 def build_settings(case: Case, prefill_tokens: int = 16384) -> Any:
@@ -123,7 +124,8 @@ def build_call(case: Case, prompts: np.ndarray, responses: np.ndarray) -> tuple[
     from hybridflow.batch import Batch
     from hybridflow.types import SamplingParams
 
-    batch = Batch.from_columns(group_id=list(range(len(prompts))), prompt_tokens=draw_prompts(case, prompts))
+    tokens = draw_prompts(case.shape, prompts, np.random.default_rng(2))
+    batch = Batch.from_columns(group_id=list(range(len(prompts))), prompt_tokens=tokens)
     sampling = SamplingParams(
         max_new_tokens=int(responses.max()),
         samples_per_prompt=case.samples,
@@ -192,8 +194,7 @@ def run_vllm(case: Case, prompts: np.ndarray, responses: np.ndarray) -> list[flo
     started_s = time.perf_counter()
     engine = build_vllm(case.shape, max(1024, case.rows), case.samples > 1)
     print(f"vLLM is up after {time.perf_counter() - started_s:.0f} s", flush=True)
-    rows = [row for row in draw_prompts(case, prompts) for _ in range(case.samples)]
-    inputs = [{"prompt_token_ids": row.tolist()} for row in rows]
+    inputs = [{"prompt_token_ids": row.tolist()} for row in draw_rows(case, prompts)]
 
     def call(repeat: int) -> None:
         lengths = responses if repeat else np.minimum(responses, WARM_UP_TOKENS)
@@ -215,7 +216,7 @@ def run_vllm(case: Case, prompts: np.ndarray, responses: np.ndarray) -> list[flo
 def run_transformers(case: Case, prompts: np.ndarray, responses: np.ndarray) -> list[float]:
     """`generate` on rows padded to the longest prompt; all rows get as many tokens as the longest wants."""
     module = build_module(case.shape, "sdpa", DEVICE, torch.bfloat16)
-    rows = [row for row in draw_prompts(case, prompts) for _ in range(case.samples)]
+    rows = draw_rows(case, prompts)
     longest = max(map(len, rows))
     tokens = torch.zeros((len(rows), longest), dtype=torch.long)
     mask = torch.zeros_like(tokens)
@@ -238,7 +239,7 @@ def run_continuous(case: Case, prompts: np.ndarray, responses: np.ndarray) -> li
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     module = build_module(case.shape, "paged|sdpa", DEVICE, torch.bfloat16)
-    rows = [row.tolist() for row in draw_prompts(case, prompts) for _ in range(case.samples)]
+    rows = [row.tolist() for row in draw_rows(case, prompts)]
     config = GenerationConfig(do_sample=True, temperature=case.temperature, top_k=0, eos_token_id=-1, pad_token_id=0)
     options = ContinuousBatchingConfig(return_logprobs=bool(case.logprobs), allow_block_sharing=case.samples > 1)
 
@@ -293,19 +294,16 @@ def limit_rows(engine: Any, responses: np.ndarray) -> None:
 
 def compute_bound(case: Case, prompts: np.ndarray, responses: np.ndarray) -> float:
     """Seconds that bytes and arithmetic take at least."""
-    shape = SHAPES[case.shape]
-    size = shape.get("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
-    width, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
-    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
-    layer = width * size * (2 * heads + 2 * kv_heads) + 3 * width * inner
-    weights = layers * layer + shape["vocab_size"] * width
-    kv_bytes = 2 * 2 * layers * kv_heads * size
+    layer, layers = read_layer(case.shape), SHAPES[case.shape]["num_hidden_layers"]
+    matrices = layers * layer.count_weights()
+    weights = matrices + SHAPES[case.shape]["vocab_size"] * layer.width
+    kv_bytes = 2 * 2 * layers * layer.kv_heads * layer.size
     contexts = float((responses * prompts + responses * (responses + 1) / 2).sum())
     steps = int(responses.max())
     read = steps * 2 * weights + contexts * kv_bytes
     each = prompts[:: case.samples].astype(float)
-    arithmetic = 2 * layers * layer * each.sum() + 2 * layers * heads * size * (each**2).sum()
-    return float(read / BANDWIDTH + arithmetic / FLOPS)
+    arithmetic = 2 * matrices * each.sum() + 2 * layers * layer.heads * layer.size * (each**2).sum()
+    return float(read / BANDWIDTH + arithmetic / PRODUCT_FLOPS)
 
 
 def profile(call: Any) -> None:
@@ -314,12 +312,6 @@ def profile(call: Any) -> None:
         call()
         wait()
     print(profiled.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=60), flush=True)
-
-
-def wait() -> None:
-    """For the GPU."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from cases import build_parser
+from shapes import BANDWIDTH, PRODUCT_FLOPS, build_model, read_layer
 from shapes import SHAPES as MODELS
-from shapes import build_model
 from torch import Tensor
 from triton.errors import TritonError
 
@@ -35,7 +36,6 @@ from hybridflow.rollout.native.layers import FusedLayers
 from hybridflow.rollout.native.plans import StepPlan
 
 DEVICE = torch.device("cuda")
-BANDWIDTH, FLOPS = 4.3e12, 790e12
 BLOCK, MEAN, LONGEST = 32, 384, 640
 ROTATED_BYTES, MOST_SETS, LEAST_CALLS, REPEATS = 300e6, 24, 6, 9
 STACK_LAYERS, COMPILERS = 4, 14
@@ -54,6 +54,13 @@ class Shape(NamedTuple):
     normed: bool
     size: int = 128
 
+    @classmethod
+    def of(cls, name: str) -> Shape:
+        """That of a model."""
+        layer = read_layer(name)
+        normed = MODELS[name]["model_type"] == "qwen3"
+        return cls(name, layer.heads, layer.kv_heads, layer.width, layer.inner, normed, layer.size)
+
     def list_products(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of each weight; of both halves where a gate joins two."""
         queries = self.heads * self.size
@@ -63,11 +70,7 @@ class Shape(NamedTuple):
         }  # fmt: skip
 
 
-SHAPES = [
-    Shape("qwen3-0.6b", 16, 8, 1024, 3072, True),
-    Shape("qwen2.5-1.5b", 12, 2, 1536, 8960, False),
-    Shape("qwen2.5-7b", 28, 4, 3584, 18944, False),
-]
+SHAPES = [Shape.of(name) for name in ("qwen3-0.6b", "qwen2.5-1.5b", "qwen2.5-7b")]
 # (columns, depth, splits, warps, stages, turned); a gate's columns are half.
 NARROW = [
     (32, 128, 1, 4, 4, False), (64, 128, 1, 4, 4, False), (64, 128, 2, 4, 4, False), (64, 128, 4, 4, 4, False), (64, 128, 8, 4, 4, False),
@@ -127,7 +130,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 32, 64, 256])
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=["kernels", "stack"])
     parser.add_argument("--shapes", nargs="+", default=[shape.name for shape in SHAPES])
@@ -204,7 +207,7 @@ def describe(build: Callable[[], Calls]) -> tuple[float, str]:
         run_s = measure(calls)
     except REFUSED as error:
         return float("inf"), f"{type(error).__name__}: {str(error).splitlines()[0][:50]}"
-    return run_s * 1e6, f"{run_s * 1e6:.1f} ({max(num_bytes / BANDWIDTH, operations / FLOPS) / run_s:.0%})"
+    return run_s * 1e6, f"{run_s * 1e6:.1f} ({max(num_bytes / BANDWIDTH, operations / PRODUCT_FLOPS) / run_s:.0%})"
 
 
 def count_sets(num_bytes: float, most: int) -> int:

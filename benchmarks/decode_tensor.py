@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing
+from cases import list_given, parse_cases, print_line
 from decode import Case, build_call, build_settings, draw_lengths, limit_rows, time_calls
-from shapes import build_model, parse_case
+from shapes import build_model
 
 from hybridflow.data import build_character_tokenizer
 from hybridflow.rollout import NativeEngine
@@ -44,13 +45,12 @@ class Run(Case):
 
 def main() -> None:
     """Runs the cases."""
-    for run in (parse_case(Run, argument) for argument in sys.argv[1:]):
+    for run in parse_cases(Run):
         first: dict[str, Any] = {}
         for degree in map(int, run.degrees.split("+")):
             told = measure(run, degree)
             first = first or told
             same = [a[1] - b[1] for a, b in zip(told["first"], first["first"], strict=True) if a[0] == b[0]]
-            given = {name: value for name, value in vars(run).items() if value != vars(Run())[name]}
             best_s = min(told["seconds"][1:])
             result = {
                 "tp": degree,
@@ -61,7 +61,7 @@ def main() -> None:
                 "same_first_tokens": round(len(same) / len(told["first"]), 3),
                 "gap": round(float(np.abs(same).max(initial=0.0)), 4),
             }
-            print(json.dumps({**given, **result, "torch": torch.__version__}), flush=True)
+            print_line({**list_given(run), **result, "torch": torch.__version__})
 
 
 def measure(run: Run, degree: int) -> dict[str, Any]:

@@ -11,11 +11,12 @@ gradient relative to its largest entry. "keep" is keep_logits_bytes: none, all, 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from cases import build_parser
+from timing import time_call
 from torch import Tensor
 
 from hybridflow.models import Head, compute_logprobs
@@ -67,7 +68,7 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--targets", type=int, default=32768)
     parser.add_argument("--vocabulary", type=int, default=151936)
@@ -114,13 +115,13 @@ def measure(work: Callable[[], object], options: argparse.Namespace) -> tuple[fl
 
 
 def time_runs(work: Callable[[], object], repeats: int) -> float:
-    """Seconds of a run, the device waited for."""
-    start = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / repeats
+    """Seconds of a run, the device waited for after the last."""
+
+    def run_all() -> None:
+        for _ in range(repeats):
+            work()
+
+    return time_call(run_all) / repeats
 
 
 def time_weight_gradient(hidden: Tensor, vocabulary: int, chunk: int = 4096) -> None:

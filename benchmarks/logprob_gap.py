@@ -23,14 +23,15 @@ import argparse
 import copy
 import dataclasses
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from cases import build_parser, print_line
 from shapes import SHAPES, build_model
+from timing import time_call
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -53,6 +54,8 @@ from hybridflow.types import SamplingParams
 PARTS = ("gap", "shape", "reference", "cost")
 _MICRO_BATCH_TOKENS = 16384
 
+R = TypeVar("R")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -72,29 +75,24 @@ class Case:
         engine = NativeEngine(self.model, self.tokenizer, NativeSettings())
         # Graphs are captured and kernels compiled in the first call.
         engine.generate(prompts, dataclasses.replace(sampling, max_new_tokens=min(new_tokens, 16)), step=1)
-        found = self._timed(lambda: engine.generate(prompts, sampling, step=0))
+        found = time_work(lambda: engine.generate(prompts, sampling, step=0))
         engine.sleep()
         return found
 
     def score(self, samples: Batch, model: LanguageModel | None = None) -> tuple[np.ndarray, float]:
         """Log-probabilities of all tokens by the training path, and its seconds."""
         model = model or self.model
-        parts, seconds = self._timed(
+        parts, seconds = time_work(
             lambda: compute_batch_logprobs(model, samples, temperature=1.0, micro_batch_tokens=_MICRO_BATCH_TOKENS)
         )
         return np.concatenate(parts), seconds
 
-    def _timed(self, work: Callable[[], Any]) -> tuple[Any, float]:
-        self.synchronize()
-        started_s = time.perf_counter()
-        value = work()
-        self.synchronize()
-        return value, time.perf_counter() - started_s
 
-    def synchronize(self) -> None:
-        """Waits for the device."""
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize()
+def time_work(work: Callable[[], R]) -> tuple[R, float]:
+    """What it returns, and its seconds."""
+    found: list[R] = []
+    seconds = time_call(lambda: found.append(work()))
+    return found[0], seconds
 
 
 def main() -> None:
@@ -118,7 +116,7 @@ def main() -> None:
 def tell(part: str, **values: Any) -> None:
     """One line, at once; floats with three digits that mean something."""
     rounded = {key: float(f"{value:.3g}") if isinstance(value, float) else value for key, value in values.items()}
-    print(json.dumps({"part": part, **rounded}), flush=True)
+    print_line({"part": part, **rounded})
 
 
 def describe(name: str, differences: np.ndarray) -> dict[str, float]:
@@ -220,25 +218,20 @@ def measure_costs(case: Case, compiled: bool | str) -> None:
             decode_tokens_per_s=round(samples.num_rows * new_tokens / decode_s),
             rows=samples.num_rows,
         )
-        settings = TrainSettings(
-            micro_batch_tokens=_MICRO_BATCH_TOKENS, compile=compiled if numerics == "fast" else "auto"
-        )
-        engine = TrainEngine(case.model, settings)
-        batch = samples.with_column("advantages", [np.ones(len(row), np.float32) for row in samples.arrays("tokens")])
-        num_tokens, seconds = int(samples.lengths("tokens").sum()), []
-        for _ in range(2):
-            case.synchronize()
-            started_s = time.perf_counter()
-            metrics = engine.update(batch, PolicyLoss(old_logprobs="rollout_logprobs"))
-            case.synchronize()
-            seconds.append(time.perf_counter() - started_s)
-            if len(seconds) == 1:
-                first_ratio = float(metrics["policy/ratio_max"].value)
-        tell(
-            "cost", numerics=numerics, update_tokens_per_s=round(num_tokens / seconds[1]), first_update_s=seconds[0],
-            first_ratio_max_minus_1=first_ratio - 1, layers=str(engine.layers.mode),
-        )  # fmt: skip
-        del engine
+        measure_update(case, samples, compiled if numerics == "fast" else "auto")
+
+
+def measure_update(case: Case, samples: Batch, compiled: bool | str) -> None:
+    """Two updates, the first of which compiles."""
+    engine = TrainEngine(case.model, TrainSettings(micro_batch_tokens=_MICRO_BATCH_TOKENS, compile=compiled))
+    batch = samples.with_column("advantages", [np.ones(len(row), np.float32) for row in samples.arrays("tokens")])
+    loss = PolicyLoss(old_logprobs="rollout_logprobs")
+    (metrics, first_s), (_, second_s) = [time_work(lambda: engine.update(batch, loss)) for _ in range(2)]
+    tell(
+        "cost", numerics=case.model.numerics, update_tokens_per_s=round(int(samples.lengths("tokens").sum()) / second_s),
+        first_update_s=first_s, first_ratio_max_minus_1=float(metrics["policy/ratio_max"].value) - 1,
+        layers=str(engine.layers.mode),
+    )  # fmt: skip
 
 
 def _build(arguments: argparse.Namespace) -> Case:
@@ -259,7 +252,7 @@ def _build(arguments: argparse.Namespace) -> Case:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model")
     which.add_argument("--shape", choices=sorted(SHAPES))

@@ -9,17 +9,15 @@ of responses are. `whole`: one call of the native engine, which seats a waiting 
 
 from __future__ import annotations
 
-import sys
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from cases import parse_cases, print_case
 from decode import limit_rows
-from shapes import SHAPES, build_model, parse_case, print_case
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from shapes import build_model, draw_prompts
+from timing import DEVICE, time_call
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,7 @@ class Case:
 
 def main() -> None:
     """Runs the cases."""
-    for text in sys.argv[1:]:
-        case = parse_case(Case, text)
+    for case in parse_cases(Case):
         print_case(case, lambda case=case: measure(case))
 
 
@@ -51,9 +48,9 @@ def measure(case: Case) -> dict[str, Any]:
 
     model = build_model(case.shape, DEVICE, torch.bfloat16 if DEVICE.type == "cuda" else torch.float32)
     model.module.requires_grad_(False)
-    rng, vocab = np.random.default_rng(0), SHAPES[case.shape]["vocab_size"] - 1000
+    rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(case.longest / 4), 1.0, case.rows).astype(np.int64), 1, case.longest)
-    prompts = [rng.integers(10, vocab, case.prompt).astype(np.int32) for _ in range(case.rows)]
+    prompts = draw_prompts(case.shape, [case.prompt] * case.rows, rng)
     batch = Batch.from_columns(group_id=list(range(case.rows)), prompt_tokens=prompts)
     sampling = SamplingParams(max_new_tokens=case.longest, ignore_eos=True)
     engine = NativeEngine(model, build_character_tokenizer("0123456789"), NativeSettings(max_sequences=case.seats))
@@ -62,9 +59,7 @@ def measure(case: Case) -> dict[str, Any]:
     def generate(first: int, last: int) -> float:
         engine._start = start
         limit_rows(engine, lengths[first:last])
-        started_s = time.perf_counter()
-        engine.generate(batch.slice(first, last), sampling, step=0)
-        return time.perf_counter() - started_s
+        return time_call(lambda: engine.generate(batch.slice(first, last), sampling, step=0))
 
     generate(0, case.seats)
     whole, batches = [], []

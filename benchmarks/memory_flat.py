@@ -13,8 +13,6 @@ the slope of a straight line through all readings from `--settled` on. Exit code
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import tempfile
@@ -26,6 +24,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+from cases import build_parser, print_line
 
 from hybridflow.config import load_config
 from hybridflow.flow import rl
@@ -53,7 +52,7 @@ class WatchedJob(RLJob):
         super().after_step(step, metrics, batch, scores)
         if step % self.every == 0:
             self.readings.append(read_memory(step))
-            print(json.dumps(self.readings[-1]), flush=True)
+            print_line(self.readings[-1])
             if self.traced:
                 tell_growth()
 
@@ -165,7 +164,7 @@ def describe(readings: list[dict[str, float]], settled: int) -> dict[str, Any]:
 
 def main() -> None:
     """Reads the arguments, runs, judges."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--every", type=int, default=100, help="steps between two readings")
     parser.add_argument("--settled", type=int, default=200, help="the step from which memory is to be flat")
@@ -179,7 +178,7 @@ def main() -> None:
     started_s = time.perf_counter()
     readings = run(args.steps, args.every, args.trace)
     found = describe(readings, args.settled) | {"seconds": round(time.perf_counter() - started_s, 1)}
-    print(json.dumps(found))
+    print_line(found)
     sys.exit(int(any(found[part]["rise_mib"] > args.limit_mib for part in ("own", "children"))))
 
 

@@ -29,15 +29,20 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+from cases import list_given, parse_cases, print_line
+from race_reward import digits
+from trl_steps import build_watch, time_trl_steps
+
 VERSIONS = ("torch", "transformers", "trl", "accelerate", "datasets")
-DIRECTORY = Path(__file__).parent
+REWARD_FILE = Path(__file__).with_name("race_reward.py")
 
 
 @dataclass(frozen=True)
@@ -162,26 +167,15 @@ TRIED: dict[str, dict[str, list[dict[str, Any]]]] = {
 """What `search` tries on each side, one after the other, each beside those that were kept."""
 
 
-def digits(response: str) -> float:
-    """Share of a response's characters that are digits."""
-    return sum(map(str.isdigit, response)) / max(len(response), 1)
-
-
 def main() -> None:
     """Runs the cases."""
-    sys.path.insert(0, str(DIRECTORY))
-    from shapes import parse_case
-
-    for text in sys.argv[1:]:
-        case = parse_case(Case, text)
+    for case in parse_cases(Case):
         with _workplace(case) as placed:
             measure(placed)
 
 
 @contextmanager
 def _workplace(case: Case) -> Iterator[Case]:
-    import torch  # takes a second, which the process of a reward does without
-
     with tempfile.TemporaryDirectory() as directory:
         placed = dataclasses.replace(case, work=case.work or directory)
         # Of this process, and of those that it starts.
@@ -195,16 +189,11 @@ def _workplace(case: Case) -> Iterator[Case]:
 def measure(case: Case) -> None:
     """One case, printed as a line of JSON."""
     sides = {"hybridflow": run_hybridflow, "trl": run_trl, "race": race}
-    given = {
-        name: value for name, value in vars(case).items() if name in ("task", "model") or value != vars(Case())[name]
-    }
+    given = list_given(case, always=("task", "model"))
     started_load = os.getloadavg()[0]
     found = sides[case.side](case)
     load = {"load": [round(started_load, 1), round(os.getloadavg()[0], 1)]}
-    print(
-        json.dumps({**given, **found, **load, "versions": {name: metadata.version(name) for name in VERSIONS}}),
-        flush=True,
-    )
+    print_line({**given, **found, **load, "versions": {name: metadata.version(name) for name in VERSIONS}})
 
 
 def make_quickstart_model(case: Case) -> None:
@@ -261,7 +250,7 @@ def find_fastest(case: Case) -> tuple[Case, dict[str, str]]:
 
 def run_side(case: Case) -> dict[str, Any]:
     """A side in a process of its own. Raises CalledProcessError or TimeoutExpired if it fails."""
-    words = [f"{name}={value}" for name, value in vars(case).items() if value != vars(Case())[name]]
+    words = [f"{name}={value}" for name, value in list_given(case).items()]
     command = [sys.executable, __file__, ",".join(words)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=case.limit_s)
     found = json.loads(done.stdout.splitlines()[-1])
@@ -315,7 +304,7 @@ def build_config(case: Case) -> Any:
         f"prompts_per_step={recipe.rows}", f"updates_per_step={case.updates}", f"sampling.samples_per_prompt={recipe.samples}",
         f"sampling.max_new_tokens={recipe.response}", f"sampling.ignore_eos={recipe.ignore_eos}",
         f"algorithm.drop_constant_groups={bool(case.drop_constant_groups)}",
-        f"reward.function={recipe.reward if recipe.reward == 'exact_match' else f'{__file__}:{recipe.reward}'}",
+        f"reward.function={recipe.reward if recipe.reward == 'exact_match' else f'{REWARD_FILE}:{recipe.reward}'}",
     ]  # fmt: skip
     return load_config(RLConfig, config_name="rl", overrides=overrides)
 
@@ -428,23 +417,9 @@ def run_trl(case: Case) -> dict[str, Any]:
         return describe(case, *(run_trl_sft if case.task == "sft" else run_trl_grpo)(case, directory))
 
 
-def build_watch(note: Callable[[], None]) -> Any:
-    """A callback that calls `note` after each optimizer step."""
-    from transformers import TrainerCallback
-
-    class Watch(TrainerCallback):
-        """See `build_watch`."""
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            note()
-
-    return Watch()
-
-
 def run_trl_grpo(case: Case, directory: str) -> tuple[list[dict[str, float]], list[float]]:
     """Steps of one generation and `updates` optimizer steps, and the clock after each."""
     from datasets import Dataset
-    from rl_step import time_trl_steps
     from transformers import AutoTokenizer
     from trl import GRPOTrainer
 
@@ -518,7 +493,6 @@ def build_grpo_config(case: Case, directory: str) -> Any:
 def run_trl_sft(case: Case, directory: str) -> tuple[list[dict[str, float]], list[float]]:
     """Optimizer steps over about as many tokens as ours, and the clock after each."""
     from datasets import Dataset
-    from rl_step import time_trl_steps
     from transformers import AutoTokenizer
     from trl import SFTTrainer
 

@@ -16,16 +16,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from shapes import SHAPES, build_model, build_module, parse_case, print_case
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from cases import parse_case, print_case
+from shapes import build_model, build_module, draw_prompts
+from step_profile import cover
+from timing import DEVICE, read_peak_bytes, time_call, wait
+from trl_steps import time_trl_steps
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,11 @@ class Case:
 def main() -> None:
     """Runs the cases."""
     for text in sys.argv[1:]:
-        if len(sys.argv) > 2 and parse_case(Case, text).vllm:
+        case = parse_case(Case, text)
+        if len(sys.argv) > 2 and case.vllm:
             subprocess.run([sys.executable, __file__, text], check=False)
         else:
-            measure(parse_case(Case, text))
+            measure(case)
 
 
 def measure(case: Case) -> None:
@@ -90,11 +92,11 @@ def run_hybridflow(case: Case) -> dict[str, Any]:
     trainer = TrainEngine(model, settings)
     rows = case.prompts * case.samples
     engine = NativeEngine(model, build_character_tokenizer("0123456789"), NativeSettings(max_sequences=rows))
-    rng, vocab = np.random.default_rng(0), SHAPES[case.shape]["vocab_size"] - 1000
+    rng = np.random.default_rng(0)
     sampling = SamplingParams(max_new_tokens=case.response, samples_per_prompt=case.samples, ignore_eos=True)
 
     def step(number: int) -> dict[str, float]:
-        prompts = [rng.integers(10, vocab, case.prompt).astype(np.int32) for _ in range(case.prompts)]
+        prompts = draw_prompts(case.shape, [case.prompt] * case.prompts, rng)
         clock = Clock()
         batch = engine.generate(
             Batch.from_columns(group_id=list(range(case.prompts)), prompt_tokens=prompts), sampling, step=number
@@ -150,37 +152,6 @@ def run_trl(case: Case) -> dict[str, Any]:
     return describe(case, steps[1:])
 
 
-def time_trl_steps(build: Callable[[Any], Any]) -> tuple[Any, list[dict[str, float]]]:
-    """A trainer of TRL, made by `build` with a callback of ours, and the seconds of each of its optimizer steps by phase.
-
-    The first, which loads and compiles, is among them.
-    """
-    from transformers import TrainerCallback
-    from trl.extras.profiling import ProfilingContext
-
-    steps: list[dict[str, float]] = []
-    timed: defaultdict[str, float] = defaultdict(float)
-
-    class Watch(TrainerCallback):
-        """Ends each step."""
-
-        started_s = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            wait()
-            steps.append(split_step(time.perf_counter() - self.started_s, timed))
-            timed.clear()
-            self.started_s = time.perf_counter()
-
-    def note(self: Any, seconds: float) -> None:
-        timed[self.name.partition(".")[2]] += seconds
-
-    ProfilingContext._log_metrics = note
-    trainer = build(Watch())
-    trainer.train()
-    return trainer, steps
-
-
 def build_trl_config(case: Case, directory: str) -> Any:
     """One optimizer step over all rows from one round of generation, nothing recomputed, nothing logged."""
     from trl import GRPOConfig
@@ -198,19 +169,6 @@ def build_trl_config(case: Case, directory: str) -> Any:
         optim="adamw_torch_fused", learning_rate=1e-6, logging_strategy="no", save_strategy="no", report_to="none",
         disable_tqdm=True, use_cpu=DEVICE.type == "cpu",
     )  # fmt: skip
-
-
-def split_step(whole_s: float, timed: dict[str, float]) -> dict[str, float]:
-    """Phases of a step from what TRL timed: `_prepare_inputs` holds generation, scoring and the sync of vLLM's weights."""
-    sync_s = timed["sync_weights"]
-    rollout_s = sum(seconds for name, seconds in timed.items() if name.endswith(("generate", "generate_batch")))
-    prepared_s = timed["_prepare_inputs"]
-    return {
-        "rollout": rollout_s,
-        "sync": sync_s,
-        "score": prepared_s - rollout_s - sync_s,
-        "update": whole_s - prepared_s,
-    }
 
 
 class Clock:
@@ -236,20 +194,18 @@ def describe(
     found: dict[str, Any] = {name: round(value, 3) for name, value in best.items()}
     found |= {"step_s": round(sum(best.values()), 3), "tokens_per_s": round(case.tokens / sum(best.values()))}
     if DEVICE.type == "cuda":
-        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+        found["peak_gib"] = round(read_peak_bytes() / 2**30, 1)
     if case.busy and step is not None and DEVICE.type == "cuda":
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-            # The profiler's own start and end take up to a second.
-            started_s = time.perf_counter()
-            step(len(steps) + 1)
-            whole_s = time.perf_counter() - started_s
-        busy_ns = 0
-        end_ns = 0
-        for start, end in sorted(list_kernels(profiled)):
-            busy_ns += max(0, end - max(start, end_ns))
-            end_ns = max(end_ns, end)
-        found["gpu_busy"] = round(busy_ns / 1e9 / whole_s, 3)
+        found["gpu_busy"] = round(measure_busy(lambda: step(len(steps) + 1)), 3)
     return found
+
+
+def measure_busy(step: Callable[[], object]) -> float:
+    """Share of a step's time in which a kernel runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        # The profiler's own start and end take up to a second.
+        whole_s = time_call(step)
+    return cover(list_kernels(profiled)) / 1e9 / whole_s
 
 
 def list_kernels(profiled: torch.profiler.profile) -> list[tuple[int, int]]:
@@ -260,12 +216,6 @@ def list_kernels(profiled: torch.profiler.profile) -> list[tuple[int, int]]:
         for event in events
         if event.device_type() == torch.autograd.DeviceType.CUDA
     ]
-
-
-def wait() -> None:
-    """For the GPU."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
-import json
-import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,17 +39,36 @@ SHAPES: dict[str, dict[str, Any]] = {
 """`tiny` tries a benchmark out, on the CPU too."""
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H100 or H200, by the maker's data sheet."""
-FAILURES = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError, OSError, LookupError)
-"""What a measurement may die of, another library's mistakes included, without taking the ones after it along."""
-
-Case = TypeVar("Case")
+BANDWIDTH, PRODUCT_FLOPS = 4.3e12, 790e12
+"""Bytes a second that a copy reaches on an H200, and bf16 operations a second that matrix products reach."""
 
 
-def parse_case(kind: type[Case], text: str) -> Case:
-    """Settings from `key=value,key=value`, in the types of their defaults; what is not named keeps its default."""
-    kinds = {name: type(value) for name, value in vars(kind()).items()}
-    pairs = [word.split("=", 1) for word in text.split(",")] if text else []
-    return kind(**{name: kinds[name](value) for name, value in pairs})
+class Layer(NamedTuple):
+    """Sizes of a layer: `Layer(heads=16, kv_heads=8, size=128, width=1024, inner=3072)`."""
+
+    heads: int
+    kv_heads: int
+    size: int
+    width: int
+    inner: int
+
+    def list_matrices(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of each."""
+        queries, keys = self.heads * self.size, self.kv_heads * self.size
+        ways_in, ways_out = [queries, keys, keys, self.inner, self.inner], [queries, self.inner]
+        return [(self.width, outputs) for outputs in ways_in] + [(inputs, self.width) for inputs in ways_out]
+
+    def count_weights(self) -> int:
+        """Those of the matrices."""
+        return sum(inputs * outputs for inputs, outputs in self.list_matrices())
+
+
+def read_layer(shape: str) -> Layer:
+    """Any layer of a shape: all are alike."""
+    values = SHAPES[shape]
+    heads, width = values["num_attention_heads"], values["hidden_size"]
+    size = values.get("head_dim", width // heads)
+    return Layer(heads, values["num_key_value_heads"], size, width, values["intermediate_size"])
 
 
 def build_module(shape: str, attention: str, device: torch.device, dtype: torch.dtype) -> Any:
@@ -67,6 +83,11 @@ def build_module(shape: str, attention: str, device: torch.device, dtype: torch.
 def build_model(shape: str, device: torch.device, dtype: torch.dtype) -> LanguageModel:
     """The same, driven by hybridflow."""
     return LanguageModel(build_module(shape, ATTENTION_NAME, device, dtype))
+
+
+def draw_prompts(shape: str, lengths: Iterable[int], rng: np.random.Generator) -> list[np.ndarray]:
+    """Random token ids, int32, a row of each length."""
+    return [rng.integers(10, SHAPES[shape]["vocab_size"] - 1000, length).astype(np.int32) for length in lengths]
 
 
 def plan_lengths(rows: str, total_tokens: int, seed: int) -> list[int]:
@@ -86,35 +107,9 @@ def compute_step_flops(shape: str, lengths: Sequence[int], *, lora_rank: int = 0
     6 operations a token for each weight of a matrix, the head's among them and the embedding's not; 4 where a weight is frozen (LoRA), 6
     for the adapter's; causal attention counted over each row by itself: 6 H K L^2 a layer for a row of L tokens.
     """
-    s = SHAPES[shape]
-    size = s.get("head_dim", s["hidden_size"] // s["num_attention_heads"])
-    width, inner, layers = s["hidden_size"], s["intermediate_size"], s["num_hidden_layers"]
-    queries, keys = s["num_attention_heads"] * size, s["num_key_value_heads"] * size
-    matrices = [
-        (width, queries),
-        (width, keys),
-        (width, keys),
-        (queries, width),
-        (width, inner),
-        (width, inner),
-        (inner, width),
-    ]
-    weights = layers * sum(rows * columns for rows, columns in matrices) + s["vocab_size"] * width
-    adapter = layers * lora_rank * sum(rows + columns for rows, columns in matrices)
+    layer, layers = read_layer(shape), SHAPES[shape]["num_hidden_layers"]
+    weights = layers * layer.count_weights() + SHAPES[shape]["vocab_size"] * layer.width
+    adapter = layers * lora_rank * sum(inputs + outputs for inputs, outputs in layer.list_matrices())
     a_token = (4 if lora_rank else 6) * weights + 6 * adapter
-    return a_token * sum(lengths) + 6.0 * layers * queries * float(sum(length**2 for length in lengths))
-
-
-def print_case(case: Any, measure: Callable[[], dict[str, Any]]) -> None:
-    """What was measured as a line of JSON, or the error that ended it; a case is a dataclass with `side` and `shape`."""
-    given = {name: value for name, value in vars(case).items() if value != vars(type(case)())[name]}
-    try:
-        result = measure()
-    except FAILURES as error:
-        traceback.print_exc()
-        result = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
-    line = {"side": case.side, "shape": case.shape, **given, **result, "torch": torch.__version__}
-    print(json.dumps(line), flush=True)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    attention = 6.0 * layers * layer.heads * layer.size * float(sum(length**2 for length in lengths))
+    return a_token * sum(lengths) + attention

@@ -9,21 +9,19 @@ of this the activations (peak less weights, gradients, masters and moments). `st
 
 from __future__ import annotations
 
-import gc
-import json
 import statistics
-import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch
 import torch.multiprocessing
-from shapes import PEAK_FLOPS, SHAPES, build_model, compute_step_flops, parse_case, plan_lengths
+from cases import free_memory, list_given, parse_cases, print_line
+from shapes import PEAK_FLOPS, SHAPES, build_model, compute_step_flops, plan_lengths
 from step_profile import print_profile
-from train_speed import build_rows, read_peak_bytes, wait
+from timing import read_peak_bytes, time_call, wait
+from train_speed import build_rows
 
 from hybridflow.algorithms.losses import SFTLoss
 from hybridflow.models import LoraSettings
@@ -57,7 +55,7 @@ class Case:
 
 def main() -> None:
     """Runs the cases in their order; neighbours with as many GPUs share their processes."""
-    for gpus, cases in groupby([parse_case(Case, text) for text in sys.argv[1:]], key=lambda case: case.gpus):
+    for gpus, cases in groupby(parse_cases(Case), key=lambda case: case.gpus):
         with tempfile.TemporaryDirectory() as directory:
             torch.multiprocessing.spawn(run_rank, (gpus, list(cases), f"file://{directory}/meet"), nprocs=gpus)
 
@@ -77,10 +75,8 @@ def run_rank(rank: int, gpus: int, cases: list[Case], meeting: str) -> None:
         except (torch.OutOfMemoryError, HybridflowError) as error:
             result = {**vars(case), "error": str(error)[:400]}
         if rank == 0:
-            print(json.dumps(result), flush=True)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+            print_line(result)
+        free_memory()
     ranks.leave()
 
 
@@ -112,19 +108,17 @@ def run_case(case: Case, ranks: Ranks, device: torch.device) -> dict[str, Any]:
 
 def time_steps(case: Case, step: Any, ranks: Any) -> list[float]:
     """Seconds of each step after the warm-up, all ranks starting together."""
+
+    def meet() -> None:
+        wait()
+        ranks.total(0)
+
     seconds = []
     for number in range(WARM_UP_STEPS + case.steps):
-        wait()
-        ranks.total(0)
         if number == WARM_UP_STEPS and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        started_s = time.perf_counter()
-        step()
-        wait()
-        ranks.total(0)
-        if number >= WARM_UP_STEPS:
-            seconds.append(time.perf_counter() - started_s)
-    return seconds
+        seconds.append(time_call(step, meet))
+    return seconds[WARM_UP_STEPS:]
 
 
 def describe(case: Case, seconds: list[float], lengths: list[int], data_ranks: int, engine: Any) -> dict[str, Any]:
@@ -132,9 +126,8 @@ def describe(case: Case, seconds: list[float], lengths: list[int], data_ranks: i
     step_s, peak = statistics.median(seconds), read_peak_bytes()
     flops = data_ranks * compute_step_flops(case.shape, lengths, lora_rank=case.lora) / case.gpus
     fixed = count_fixed_bytes(engine)
-    given = {name: value for name, value in vars(case).items() if value != vars(Case())[name]}
     return {
-        **given, "tokens_per_s_per_gpu": round(data_ranks * sum(lengths) / case.gpus / step_s),
+        **list_given(case), "tokens_per_s_per_gpu": round(data_ranks * sum(lengths) / case.gpus / step_s),
         "mfu": round(flops / step_s / PEAK_FLOPS, 4), "peak_gib": round(peak / 2**30, 2), "fixed_gib": round(fixed / 2**30, 2),
         "activations_gib": round((peak - fixed) / 2**30, 2), "step_s": [round(s, 4) for s in seconds], "torch": torch.__version__,
     }  # fmt: skip

@@ -11,21 +11,22 @@ the fastest that they have. Prints one JSON line a case: tokens a second, MFU (f
 
 from __future__ import annotations
 
-import gc
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from shapes import PEAK_FLOPS, SHAPES, build_model, build_module, compute_step_flops, parse_case, plan_lengths
+from cases import parse_cases, parse_whole_line, print_case
+from shapes import PEAK_FLOPS, SHAPES, build_model, build_module, compute_step_flops, plan_lengths
+from timing import DEVICE, read_peak_bytes, time_call, wait
+from trl_steps import build_watch
 
 WARM_UP_STEPS = 2
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True)
@@ -49,58 +50,28 @@ class Case:
 
 def main() -> None:
     """Runs the cases."""
-    words = sys.argv[1:]
-    for text in words if any("," in word for word in words) else [",".join(words)]:
-        measure(parse_case(Case, text))
+    cases = parse_cases(Case) if any("," in word for word in sys.argv[1:]) else [parse_whole_line(Case)]
+    for case in cases:
+        print_case(case, lambda case=case: measure(case), always=("side", "shape", "rows"))
 
 
-def measure(case: Case) -> None:
-    """One case, printed."""
+def measure(case: Case) -> dict[str, Any]:
+    """Speed and memory of one case."""
     sides = {"hybridflow": run_hybridflow, "trl": run_trl, "transformers": run_transformers}
     if DEVICE.type == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    given = {
-        name: value
-        for name, value in vars(case).items()
-        if value != vars(Case())[name] or name in ("side", "shape", "rows")
-    }
-    try:
-        seconds, lengths = sides[case.side](case)
-        step_s = statistics.median(seconds)
-        flops = compute_step_flops(case.shape, lengths, lora_rank=case.lora)
-        result = {
-            "tokens_per_s": round(sum(lengths) / step_s), "mfu": round(flops / step_s / PEAK_FLOPS, 4),
-            "peak_gib": round(read_peak_bytes() / 2**30, 1), "step_s": [round(s, 4) for s in seconds],
-        }  # fmt: skip
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        result = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-    print(json.dumps({**given, **result, "torch": torch.__version__}), flush=True)
-    gc.collect()
+    seconds, lengths = sides[case.side](case)
+    step_s = statistics.median(seconds)
+    flops = compute_step_flops(case.shape, lengths, lora_rank=case.lora)
+    return {
+        "tokens_per_s": round(sum(lengths) / step_s), "mfu": round(flops / step_s / PEAK_FLOPS, 4),
+        "peak_gib": round(read_peak_bytes() / 2**30, 1), "step_s": [round(s, 4) for s in seconds],
+    }  # fmt: skip
 
 
-def read_peak_bytes() -> int:
-    """Most that was allocated on the GPU."""
-    return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
-
-
-def wait() -> None:
-    """For the GPU."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def time_steps(case: Case, step: Callable[[], None]) -> list[float]:
+def time_steps(case: Case, step: Callable[[], object]) -> list[float]:
     """Seconds of each step after the warm-up."""
-    seconds = []
-    for number in range(WARM_UP_STEPS + case.steps):
-        wait()
-        started_s = time.perf_counter()
-        step()
-        wait()
-        if number >= WARM_UP_STEPS:
-            seconds.append(time.perf_counter() - started_s)
-    return seconds
+    return [time_call(step) for _ in range(WARM_UP_STEPS + case.steps)][WARM_UP_STEPS:]
 
 
 def run_hybridflow(case: Case) -> tuple[list[float], list[int]]:
@@ -124,7 +95,7 @@ def run_hybridflow(case: Case) -> tuple[list[float], list[int]]:
     engine = TrainEngine(model, settings)
     lengths = plan_lengths(case.rows, case.step_tokens, seed=0)
     batch = build_rows(lengths, SHAPES[case.shape]["vocab_size"])
-    seconds = time_steps(case, lambda: engine.update(batch, SFTLoss()) and None)
+    seconds = time_steps(case, lambda: engine.update(batch, SFTLoss()))
     if case.profile:
         from step_profile import print_profile
 
@@ -150,20 +121,15 @@ def run_trl(case: Case) -> tuple[list[float], list[int]]:
     import tempfile
 
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+    from trl import SFTTrainer
 
     from hybridflow.data import build_character_tokenizer
 
-    class Watch(TrainerCallback):
-        """Times steps as `time_steps` does."""
+    ends: list[float] = []
 
-        def __init__(self) -> None:
-            self.ends: list[float] = []
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            wait()
-            self.ends.append(time.perf_counter())
+    def note() -> None:
+        wait()
+        ends.append(time.perf_counter())
 
     module = build_module(case.shape, "sdpa" if case.attention == "auto" else case.attention, DEVICE, torch.bfloat16)
     equal, _, most = case.rows.partition("-")
@@ -174,29 +140,31 @@ def run_trl(case: Case) -> tuple[list[float], list[int]]:
     data = Dataset.from_dict(
         {"input_ids": [rng.integers(0, SHAPES[case.shape]["vocab_size"] - 1000, length).tolist() for length in wanted]}
     )
-    with tempfile.TemporaryDirectory() as directory:
-        tokenizer = build_character_tokenizer("0123456789")
-        config = SFTConfig(
-            output_dir=directory, per_device_train_batch_size=max(1, case.budget // row_tokens),
-            gradient_accumulation_steps=max(1, case.step_tokens // max(case.budget, row_tokens)), max_steps=WARM_UP_STEPS + case.steps + 1,
-            max_length=row_tokens, packing=bool(most), gradient_checkpointing=case.checkpointing == "full", bf16=True,
-            use_liger_kernel=bool(case.liger), torch_compile=bool(case.compile), optim="adamw_torch_fused", max_grad_norm=1.0,
-            logging_strategy="no", save_strategy="no", report_to="none", use_cpu=DEVICE.type == "cpu",
-            learning_rate=1e-6, dataloader_num_workers=2, disable_tqdm=True,
-        )  # fmt: skip
-        watch = Watch()
-        lora: dict[str, Any] = {}
-        if case.lora:
-            from peft import LoraConfig
+    lora: dict[str, Any] = {}
+    if case.lora:
+        from peft import LoraConfig
 
-            lora = {"peft_config": LoraConfig(r=case.lora, lora_alpha=2 * case.lora, target_modules="all-linear")}
-        trainer = SFTTrainer(
-            model=module, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[watch], **lora
-        )
-        trainer.train()
-    assert AutoTokenizer is not None
-    ends = watch.ends[WARM_UP_STEPS - 1 :]
-    return [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)], lengths
+        lora = {"peft_config": LoraConfig(r=case.lora, lora_alpha=2 * case.lora, target_modules="all-linear")}
+    with tempfile.TemporaryDirectory() as directory:
+        SFTTrainer(
+            model=module, args=build_trl_config(case, directory, row_tokens, packing=bool(most)), train_dataset=data,
+            processing_class=build_character_tokenizer("0123456789"), callbacks=[build_watch(note)], **lora,
+        ).train()  # fmt: skip
+    return [later - earlier for earlier, later in pairwise(ends[WARM_UP_STEPS - 1 :])], lengths
+
+
+def build_trl_config(case: Case, directory: str, row_tokens: int, *, packing: bool) -> Any:
+    """As many rows at a time as our micro-batches hold, nothing logged, nothing saved."""
+    from trl import SFTConfig
+
+    return SFTConfig(
+        output_dir=directory, per_device_train_batch_size=max(1, case.budget // row_tokens),
+        gradient_accumulation_steps=max(1, case.step_tokens // max(case.budget, row_tokens)), max_steps=WARM_UP_STEPS + case.steps + 1,
+        max_length=row_tokens, packing=packing, gradient_checkpointing=case.checkpointing == "full", bf16=True,
+        use_liger_kernel=bool(case.liger), torch_compile=bool(case.compile), optim="adamw_torch_fused", max_grad_norm=1.0,
+        logging_strategy="no", save_strategy="no", report_to="none", use_cpu=DEVICE.type == "cpu",
+        learning_rate=1e-6, dataloader_num_workers=2, disable_tqdm=True,
+    )  # fmt: skip
 
 
 def run_transformers(case: Case) -> tuple[list[float], list[int]]:

@@ -16,9 +16,7 @@ and after the last (on a GPU what torch has allocated, with the reserved beside 
 from __future__ import annotations
 
 import gc
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,7 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing
-from shapes import SHAPES, parse_case
+from cases import parse_whole_line, print_line
+from shapes import SHAPES, draw_prompts
 
 from hybridflow.algorithms import SFTLoss, keep_all
 from hybridflow.batch import Batch
@@ -64,7 +63,7 @@ class Case:
 
 def main() -> None:
     """Starts the ranks."""
-    case = parse_case(Case, sys.argv[1] if len(sys.argv) > 1 else "")
+    case = parse_whole_line(Case)
     with tempfile.TemporaryDirectory() as directory:
         build_character_tokenizer("0123456789").save_pretrained(f"{directory}/tokenizer")
         torch.multiprocessing.spawn(run_rank, (case, directory), nprocs=case.gpus)
@@ -84,7 +83,7 @@ def run_rank(rank: int, case: Case, directory: str) -> None:
     worker.close()
     if rank == 0:
         asked = {"shape": case.shape, "gpus": case.gpus, "engine": case.engine, "load": case.load}
-        print(json.dumps(asked | summarize(told, case)), flush=True)
+        print_line(asked | summarize(told, case))
 
 
 @contextmanager
@@ -134,14 +133,13 @@ def build_worker(rank: int, case: Case, directory: str, device: torch.device) ->
 def follow(worker: actor.ActorWorker, case: Case, device: torch.device) -> dict[str, list[float]]:
     """What this rank saw of each update."""
     rng = np.random.default_rng(worker.ranks.rank)
-    vocab = SHAPES[case.shape]["vocab_size"] - 1000
     sampling = SamplingParams(max_new_tokens=case.response, samples_per_prompt=4, ignore_eos=True)
     found: dict[str, list[float]] = {"stale": [], "memory": [], "reserved": [], "seconds": []}
     bring = worker.before_rollout if case.engine == "native" and case.gpus == 1 else worker.refresh
     for step in range(case.updates):
         started_s = time.perf_counter()
         bring()
-        prompts = [rng.integers(10, vocab, case.prompt).astype(np.int32) for _ in range(case.rows // 4)]
+        prompts = draw_prompts(case.shape, [case.prompt] * (case.rows // 4), rng)
         batch = Batch.from_columns(group_id=list(range(len(prompts))), prompt_tokens=prompts)
         samples = worker.rollout_engine.generate(batch, sampling, step=step)
         versions = np.stack([samples.numpy("policy_version_min"), samples.numpy("policy_version_max")])

@@ -18,10 +18,7 @@ most, `kept_gib` what stays taken after it. `torch` is its version. `engine` and
 
 from __future__ import annotations
 
-import gc
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,7 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from shapes import build_model, build_module, parse_case
+from cases import free_memory, parse_whole_line, print_line
+from shapes import build_model, build_module
+from timing import time_call
 from torch import Tensor
 
 from hybridflow.models.attention import ATTENTION_NAME
@@ -84,7 +83,7 @@ class Here:
 
 def main() -> None:
     """Starts the ranks."""
-    run = parse_case(Run, sys.argv[1] if len(sys.argv) > 1 else "")
+    run = parse_whole_line(Run)
     with tempfile.TemporaryDirectory() as directory:
         torch.multiprocessing.spawn(run_rank, (run, f"file://{directory}/meet"), nprocs=run.gpus)
 
@@ -99,10 +98,8 @@ def run_rank(rank: int, run: Run, meeting: str) -> None:
     for case in run.cases.split("+"):
         result = CASES[case](here)
         if rank == 0:
-            print(json.dumps({"case": case, "shape": run.shape, "gpus": run.gpus} | result), flush=True)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+            print_line({"case": case, "shape": run.shape, "gpus": run.gpus} | result)
+        free_memory()
     ranks.leave()
 
 
@@ -184,11 +181,7 @@ def measure(here: Here, push: Callable[[int], Any], made: WeightPlan) -> dict[st
 def _time(here: Here, call: Callable[[], Any]) -> float:
     """Seconds of the slowest rank."""
     here.sync()
-    started_s = time.perf_counter()
-    call()
-    if here.device.type == "cuda":
-        torch.cuda.synchronize()
-    return max(seconds for (seconds,) in here.ranks.gather([time.perf_counter() - started_s]))
+    return max(seconds for (seconds,) in here.ranks.gather([time_call(call)]))
 
 
 def _measure_memory(here: Here, call: Callable[[], Any]) -> dict[str, float]:

@@ -1,0 +1,81 @@
+"""What benchmarks are asked on their command line, and the lines of JSON that they print."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import sys
+import traceback
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+import torch
+
+FAILURES = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError, OSError, LookupError)
+"""What a measurement may die of, another library's mistakes included, without taking the ones after it along."""
+
+Case = TypeVar("Case")
+
+
+def parse_case(kind: type[Case], text: str) -> Case:
+    """Settings from `key=value,key=value`, in the types of their defaults; what is not named keeps its default.
+
+    kind: a dataclass, every field with a default that is a number or a string.
+    """
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(kind)}
+    pairs = [word.split("=", 1) for word in text.split(",")] if text else []
+    for name, *value in pairs:
+        if name not in kinds or not value:
+            raise SystemExit(
+                f"{text}: '{'='.join([name, *value])}' is no setting; write key=value of {', '.join(kinds)}"
+            )
+    return kind(**{name: kinds[name](value) for name, value in pairs})
+
+
+def parse_cases(kind: type[Case]) -> list[Case]:
+    """The cases of the command line, one a word."""
+    return [parse_case(kind, text) for text in sys.argv[1:]]
+
+
+def parse_whole_line(kind: type[Case]) -> Case:
+    """The one case of a command line, its settings in one word or in several; the defaults where there is none."""
+    return parse_case(kind, ",".join(sys.argv[1:]))
+
+
+def build_parser(description: str | None) -> argparse.ArgumentParser:
+    """For options in place of cases; the benchmark's docstring, as it is written, is their help."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def list_given(case: Any, always: Collection[str] = ()) -> dict[str, Any]:
+    """The settings of a case that are not the defaults, and those that are always told."""
+    return {
+        field.name: value
+        for field in dataclasses.fields(case)
+        if (value := getattr(case, field.name)) != field.default or field.name in always
+    }
+
+
+def print_line(values: dict[str, Any]) -> None:
+    """One line of JSON, at once."""
+    print(json.dumps(values), flush=True)
+
+
+def print_case(case: Any, measure: Callable[[], dict[str, Any]], always: Collection[str] = ("side", "shape")) -> None:
+    """The case and what was measured as a line of JSON, or the error that ended it."""
+    try:
+        result = measure()
+    except FAILURES as error:
+        traceback.print_exc()
+        result = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+    print_line({**list_given(case, always), **result, "torch": torch.__version__})
+    free_memory()
+
+
+def free_memory() -> None:
+    """Gives back what the last measurement held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

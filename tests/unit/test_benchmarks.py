@@ -1,0 +1,74 @@
+"""Benchmarks run by hand: what they import is there, and the commands that the docs give are ones that they take."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
+COMMAND = re.compile(r"python benchmarks/(\w+)\.py((?:\s+(?:--[\w-]+|[a-z_]+=[^\s`]+))+)")
+
+
+def iter_commands() -> Iterator[tuple[str, str]]:
+    """Each benchmark of the docs with a case or an option that it is given there."""
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for name, words in COMMAND.findall(page.read_text()):
+            yield from ((name, word) for word in words.split())
+
+
+def list_names(file: Path) -> set[str]:
+    """What a file of the repository defines or imports at its top."""
+    body = ast.parse(file.read_text()).body
+    names = {node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    stored = (node for line in body for node in ast.walk(line) if isinstance(node, ast.Name))
+    return names | {node.id for node in stored if isinstance(node.ctx, ast.Store)}
+
+
+@pytest.mark.parametrize("file", BENCHMARKS, ids=lambda file: file.stem)
+def test_what_a_benchmark_imports_is_there(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if not isinstance(node, ast.ImportFrom) or node.module is None:
+            continue
+        wanted = {alias.name for alias in node.names}
+        near = [directory / f"{node.module}.py" for directory in (file.parent, ROOT / "tests" / "e2e")]
+        if (found := next(filter(Path.is_file, near), None)) is not None:
+            assert wanted <= list_names(found), f"{found} lacks {wanted - list_names(found)}"
+        elif node.module.startswith("hybridflow"):
+            try:
+                module = importlib.import_module(node.module)
+            except ModuleNotFoundError as error:
+                if error.name not in ("triton", "vllm"):
+                    raise
+                continue
+            lacking = [name for name in wanted if not hasattr(module, name) and not find_spec(f"{node.module}.{name}")]
+            assert not lacking, f"{node.module} lacks {lacking}"
+
+
+@pytest.mark.parametrize(("name", "word"), sorted(set(iter_commands())))
+def test_a_benchmark_takes_what_the_docs_give_it(name: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if word.startswith("--"):
+        assert f'"{word}"' in (ROOT / "benchmarks" / f"{name}.py").read_text()
+        return
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module, cases = importlib.import_module(name), importlib.import_module("cases")
+    kind = module.Run if hasattr(module, "Run") else module.Case
+    given = word.removesuffix(",shape=...")
+    case = cases.parse_case(kind, given)
+    assert {pair.split("=")[0] for pair in given.split(",")} >= cases.list_given(case).keys()
+
+
+def test_a_case_says_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    cases, long_tail = importlib.import_module("cases"), importlib.import_module("long_tail")
+    case = cases.parse_case(long_tail.Case, "rows=3,shape=tiny")
+    assert (case.rows, case.seats, cases.list_given(case)) == (3, 12, {"shape": "tiny", "rows": 3})
+    for text in ("rowz=3", "rows"):
+        with pytest.raises(SystemExit, match=f"'{text}' is no setting; write key=value of side, shape, rows"):
+            cases.parse_case(long_tail.Case, text)
