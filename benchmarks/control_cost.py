@@ -32,7 +32,8 @@ from hybridflow.batch import Batch
 from hybridflow.columns import Ragged
 from hybridflow.observability.phases import phase, set_step
 from hybridflow.rewards import RewardSettings
-from hybridflow.roles.actor import Actor, ActorSpec, ActorWorker
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.actor_worker import ActorSpec, ActorWorker
 from hybridflow.roles.carried import Snapshot, Weights
 from hybridflow.roles.generator import GeneratorWorker, RolloutSettings
 from hybridflow.roles.parts import cut_columns, cut_rollout

@@ -33,7 +33,7 @@ from shapes import SHAPES, draw_prompts
 from hybridflow.algorithms import SFTLoss, keep_all
 from hybridflow.batch import Batch
 from hybridflow.data import build_character_tokenizer
-from hybridflow.roles import actor
+from hybridflow.roles import actor_worker
 from hybridflow.roles.engines import RolloutSettings
 from hybridflow.roles.policy import ModelSettings, ModelSpec
 from hybridflow.roles.shares import split_rows
@@ -110,10 +110,10 @@ def multiply(device: torch.device) -> None:
             torch.cuda.synchronize(device)
 
 
-def build_worker(rank: int, case: Case, directory: str, device: torch.device) -> actor.ActorWorker:
+def build_worker(rank: int, case: Case, directory: str, device: torch.device) -> actor_worker.ActorWorker:
     """The actor's worker of this rank, as a run has it."""
     # Where generation runs on the trainer's own weights, each version is probed here.
-    actor.SHARED_SYNCS_PER_PROBE = 1
+    actor_worker.SHARED_SYNCS_PER_PROBE = 1
     model = ModelSettings(
         config=SHAPES[case.shape], tokenizer=f"{directory}/tokenizer", device=str(device),
         dtype="bfloat16" if device.type == "cuda" else "float32",
@@ -124,13 +124,15 @@ def build_worker(rank: int, case: Case, directory: str, device: torch.device) ->
         compile=False,
         optimizer=OptimizerSettings(lr=1e-5),
     )
-    spec = actor.ActorSpec(ModelSpec(model, "fast", seed=0, threads=1), train, RolloutSettings(engine=case.engine))
-    return actor.ActorWorker(
+    spec = actor_worker.ActorSpec(
+        ModelSpec(model, "fast", seed=0, threads=1), train, RolloutSettings(engine=case.engine)
+    )
+    return actor_worker.ActorWorker(
         Seat("actor", rank, case.gpus, rendezvous=f"file://{directory}/meet", timeout_s=120.0), spec
     )
 
 
-def follow(worker: actor.ActorWorker, case: Case, device: torch.device) -> dict[str, list[float]]:
+def follow(worker: actor_worker.ActorWorker, case: Case, device: torch.device) -> dict[str, list[float]]:
     """What this rank saw of each update."""
     rng = np.random.default_rng(worker.ranks.rank)
     sampling = SamplingParams(max_new_tokens=case.response, samples_per_prompt=4, ignore_eos=True)
@@ -152,7 +154,7 @@ def follow(worker: actor.ActorWorker, case: Case, device: torch.device) -> dict[
     return found
 
 
-def train(worker: actor.ActorWorker, samples: Batch) -> Metrics:
+def train(worker: actor_worker.ActorWorker, samples: Batch) -> Metrics:
     """One update on this rank's rows."""
     work = compute_model_work(worker.policy.model.config)
     own, update_rows = split_rows(samples, size=1, updates=1, work=work)[0]

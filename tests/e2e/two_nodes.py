@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 from hybridflow.config import check_config
 from hybridflow.flow.commands import run_rl
 from hybridflow.flow.rl_job import RLConfig
-from hybridflow.roles.actor import ActorWorker
+from hybridflow.roles.actor_worker import ActorWorker
 from hybridflow.roles.generator import GeneratorWorker
 
 # (owner of the verb, calls of it in the first step)

@@ -16,7 +16,7 @@ from test_graphs_gpu import tokenizer as tokenizer_fixture
 
 from hybridflow.flow.quickstart import write_sums
 from hybridflow.models import fresh_model
-from hybridflow.roles.actor import ActorSpec, ActorWorker
+from hybridflow.roles.actor_worker import ActorSpec, ActorWorker
 from hybridflow.roles.engines import RolloutSettings
 from hybridflow.roles.policy import ModelSettings, ModelSpec
 from hybridflow.rollout import NativeEngine, NativeSettings

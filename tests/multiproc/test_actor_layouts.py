@@ -17,7 +17,7 @@ from hybridflow.batch import Batch
 from hybridflow.checkpoint import CheckpointWriter, ShardEntry, open_checkpoint
 from hybridflow.flow.quickstart import write_sums
 from hybridflow.models import LoraSettings
-from hybridflow.roles.actor import ActorSpec, ActorWorker
+from hybridflow.roles.actor_worker import ActorSpec, ActorWorker
 from hybridflow.roles.carried import Snapshot, Weights, read_parts, write_snapshot
 from hybridflow.roles.engines import RolloutSettings
 from hybridflow.roles.generator import GeneratorWorker

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from processes import Place, run_ranks
 
-import hybridflow.roles.actor as actor_module
+import hybridflow.roles.actor_worker as worker_module
 from hybridflow.algorithms import PolicyGradient, Prepared, normalize_advantages
 from hybridflow.batch import Batch
 from hybridflow.config import load_config
 from hybridflow.flow.quickstart import write_sums
 from hybridflow.flow.rl_job import RLConfig
-from hybridflow.roles.actor import ActorSpec, ActorWorker
+from hybridflow.roles.actor_worker import ActorSpec, ActorWorker
 from hybridflow.roles.engines import RolloutSettings
 from hybridflow.roles.parts import describe_rows
 from hybridflow.roles.policy import ModelSettings, ModelSpec
@@ -77,7 +77,7 @@ def train(
 ) -> tuple[Metrics, dict[str, np.ndarray]]:
     """Two updates of one step, shared out as the facade does it; the weights after them."""
     if plant is not None:
-        actor_module.normalize_advantages = plant
+        worker_module.normalize_advantages = plant
     seat = Seat("actor", place.rank, place.size, rendezvous=place.rendezvous, timeout_s=30.0)
     worker, algorithm, chunks = ActorWorker(seat, spec), build_algorithm(name), build_groups()
     layout, at = worker.train_engine.mesh.layout, worker.train_engine.mesh.at

@@ -14,7 +14,7 @@ from test_actor_layouts import build_worker, spec_of, tokenizer, train
 
 from hybridflow.batch import Batch
 from hybridflow.models import LoraSettings
-from hybridflow.roles.actor import ActorSpec
+from hybridflow.roles.actor_worker import ActorSpec
 from hybridflow.roles.engines import RolloutSettings
 from hybridflow.roles.generator import GeneratorWorker
 from hybridflow.rollout import NativeEngine, NativeSettings

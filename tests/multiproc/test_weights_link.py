@@ -34,7 +34,7 @@ from torch import Tensor
 from hybridflow.batch import Batch
 from hybridflow.flow.quickstart import write_sums
 from hybridflow.models import LoraSettings, adapter_weights
-from hybridflow.roles.actor import ActorSpec, ActorWorker
+from hybridflow.roles.actor_worker import ActorSpec, ActorWorker
 from hybridflow.roles.engines import RolloutSettings
 from hybridflow.roles.generator import GeneratorWorker
 from hybridflow.roles.linking import Delivery, LinkEnd

@@ -25,7 +25,8 @@ from hybridflow.models import (
     save_adapter,
 )
 from hybridflow.models.adapter_files import read_adapter
-from hybridflow.roles.actor import Actor, ActorSpec
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.actor_worker import ActorSpec
 from hybridflow.roles.engines import RolloutSettings, check_lora_sync
 from hybridflow.roles.policy import ModelSettings, ModelSpec
 from hybridflow.rollout import NativeEngine, NativeSettings

@@ -25,8 +25,10 @@ from hybridflow.flow.sft_job import SFTConfig
 from hybridflow.models import LanguageModel, fresh_model
 from hybridflow.models.families import FAMILIES
 from hybridflow.rewards import RewardSettings
-from hybridflow.roles.actor import MAX_FAILED_STEPS, Actor, ActorSpec, AllRowsFailedError
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.actor_worker import ActorSpec
 from hybridflow.roles.engines import RolloutSettings
+from hybridflow.roles.failures import MAX_FAILED_STEPS, AllRowsFailedError
 from hybridflow.roles.policy import ModelSettings, ModelSpec
 from hybridflow.roles.reward_model import RewardWorker
 from hybridflow.rollout import NativeEngine

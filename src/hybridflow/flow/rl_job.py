@@ -27,7 +27,8 @@ from hybridflow.flow.kept_samples import KeptSamples
 from hybridflow.observability.phases import phase
 from hybridflow.observability.run import RunSettings
 from hybridflow.rewards import RewardSettings, check_reward, list_reward_sources, source_hash
-from hybridflow.roles.actor import Actor, ActorSpec
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.actor_worker import ActorSpec
 from hybridflow.roles.engines import RolloutSettings
 from hybridflow.roles.policy import ModelSettings, ModelSpec, read_tokenizer
 from hybridflow.roles.reference import Reference

@@ -26,7 +26,8 @@ from hybridflow.flow.job import (
 from hybridflow.flow.kept_samples import KeptSamples
 from hybridflow.observability.run import RunSettings
 from hybridflow.rewards import RewardSettings, list_reward_sources
-from hybridflow.roles.actor import Actor, ActorSpec
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.actor_worker import ActorSpec
 from hybridflow.roles.engines import RolloutSettings
 from hybridflow.roles.policy import ModelSettings, read_tokenizer
 from hybridflow.roles.reward_model import RewardModel
