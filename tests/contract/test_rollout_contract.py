@@ -14,7 +14,7 @@ import torch
 from fake_engine import FakeEngine
 from tiny_stories import MISSING, STORIES, write_stories
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from vllm_server import build_vllm, connect_vllm
+from vllm_engines import build_vllm, connect_vllm
 
 from hybridflow.batch import Batch
 from hybridflow.config import ConfigError

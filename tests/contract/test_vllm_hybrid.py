@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from tiny_stories import MISSING, STORIES, write_stories
-from vllm_server import ON_GPU, SETTINGS, build_vllm, connect_vllm, keep, start_server
+from vllm_engines import SETTINGS, build_vllm, connect_vllm, keep
+from vllm_server import ON_GPU, start_server
 
 from hybridflow.algorithms import SFTLoss
 from hybridflow.batch import Batch
