@@ -3,14 +3,16 @@
     python benchmarks/long_tail.py shape=qwen2.5-0.5b,rows=48,seats=12
 
 Random weights, end of sequence ignored; lengths are drawn from a skewed distribution (log-normal, sigma 1, cut at `longest`), as those
-of responses are. `whole`: one call of the native engine, which seats a waiting row as soon as another ends. `batches`: the same rows,
-`seats` at a time, each batch until its slowest row ends. Both by turns, the fastest of `repeats` each; as many tokens in both.
+of responses are. `whole`: one call of the native engine, which seats a waiting row as soon as another ends. `apart`: the same, but no row
+decodes beside prompts. `batches`: the same rows, `seats` at a time, each batch until its slowest row ends. All by turns, the fastest of
+`repeats` each, in seconds and in the process's own processor seconds; as many tokens in each.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,22 +58,44 @@ def measure(case: Case) -> dict[str, Any]:
     engine = NativeEngine(model, build_character_tokenizer("0123456789"), NativeSettings(max_sequences=case.seats))
     start = engine._start
 
-    def generate(first: int, last: int) -> float:
-        engine._start = start
+    def generate(first: int, last: int, beside: bool = True) -> Time:
+        def start_limited(*args: Any) -> Any:
+            job = start(*args)
+            job.scheduler.beside_tokens *= beside
+            return job
+
+        engine._start = start_limited
         limit_rows(engine, lengths[first:last])
-        return time_call(lambda: engine.generate(batch.slice(first, last), sampling, step=0))
+        started_s = time.process_time()
+        seconds = time_call(lambda: engine.generate(batch.slice(first, last), sampling, step=0))
+        return Time(seconds, time.process_time() - started_s)
 
     generate(0, case.seats)
-    whole, batches = [], []
+    whole, apart, batches = [], [], []
     for _ in range(case.repeats):
         whole.append(generate(0, case.rows))
         report = engine.report
-        batches.append(sum(generate(at, min(at + case.seats, case.rows)) for at in range(0, case.rows, case.seats)))
+        apart.append(generate(0, case.rows, beside=False))
+        parts = [generate(at, min(at + case.seats, case.rows)) for at in range(0, case.rows, case.seats)]
+        batches.append(Time(*map(sum, zip(*parts, strict=True))))
     return {
-        "tokens": int(lengths.sum()), "whole_s": round(min(whole), 2), "batches_s": round(min(batches), 2),
-        "ratio": round(min(batches) / min(whole), 2), "steps": report.steps,
+        "tokens": int(lengths.sum()), **describe("whole", whole), **describe("apart", apart), **describe("batches", batches),
+        "steps": report.steps, "beside_tokens": report.beside_tokens,
         "occupancy": round(report.live_steps / report.seat_steps, 3), "tail_share": round(report.tail_seconds / report.seconds, 3),
     }  # fmt: skip
+
+
+class Time(NamedTuple):
+    """Of one way: seconds, and processor seconds of this process."""
+
+    seconds: float
+    processor: float
+
+
+def describe(name: str, times: list[Time]) -> dict[str, float]:
+    """The fastest of each."""
+    fastest = Time(*map(min, zip(*times, strict=True)))
+    return {f"{name}_s": round(fastest.seconds, 2), f"{name}_processor_s": round(fastest.processor, 2)}
 
 
 if __name__ == "__main__":
