@@ -61,7 +61,7 @@ def measure(case: Case) -> dict[str, Any]:
     def generate(first: int, last: int, beside: bool = True) -> Time:
         def start_limited(*args: Any) -> Any:
             job = start(*args)
-            job.scheduler.beside_tokens *= beside
+            job.scheduler.max_held_beside *= beside
             return job
 
         engine._start = start_limited

@@ -137,7 +137,8 @@ def follow(worker: actor_worker.ActorWorker, case: Case, device: torch.device) -
     rng = np.random.default_rng(worker.ranks.rank)
     sampling = SamplingParams(max_new_tokens=case.response, samples_per_prompt=4, ignore_eos=True)
     found: dict[str, list[float]] = {"stale": [], "memory": [], "reserved": [], "seconds": []}
-    bring = worker.before_rollout if case.engine == "native" and case.gpus == 1 else worker.refresh
+    shares = actor_worker.shares_weights(worker.train_engine.mesh.layout, worker._spec.rollout)
+    bring = worker.before_rollout if shares else worker.refresh
     for step in range(case.updates):
         started_s = time.perf_counter()
         bring()

@@ -88,7 +88,8 @@ def test_packed_rows_against_float32_on_the_cpu(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decode_from_the_paged_cache_equals_the_packed_pass(name, dtype):
+@pytest.mark.parametrize("late", [0, 1], ids=["together", "first tokens beside later ones"])
+def test_decode_from_the_paged_cache_equals_the_packed_pass(name, dtype, late):
     model = fresh_model(FAMILIES[name], seed=0, dtype=dtype, device="cuda")
     tokens, positions, packed = draw_packed()
     with torch.no_grad():
@@ -101,9 +102,10 @@ def test_decode_from_the_paged_cache_equals_the_packed_pass(name, dtype):
     tables = (torch.randperm(len(rows) * 16, generator=torch.Generator().manual_seed(0)) + 1).view(len(rows), 16).int()
     tolerance = 2e-3 if dtype == torch.float32 else 0.3
     done = [0] * len(rows)
-    for piece in (20, 40, *[1] * 8):
-        live = [i for i, row in enumerate(rows) if done[i] < len(row)]
-        new = [rows[i][done[i] : done[i] + piece] for i in live]
+    pieces = (20, 40, *[1] * 8)
+    for step in range(len(pieces) + late * (len(rows) - 1)):
+        live = [i for i, row in enumerate(rows) if done[i] < len(row) and 0 <= step - i * late < len(pieces)]
+        new = [rows[i][done[i] : done[i] + pieces[step - i * late]] for i in live]
         sizes = [len(part) for part in new]
         starts = [done[i] for i in live]
         context = torch.tensor(starts) + torch.tensor(sizes)

@@ -82,8 +82,9 @@ def draw_rows(lengths, vocab_size=97, seed=0):
     return [torch.randint(0, vocab_size, (length,), generator=generator) for length in lengths]
 
 
-def generate_paged(model, rows, pieces):
-    """Hidden states of all rows, fed to the paged cache in pieces of the given sizes, over scattered blocks and a poisoned cache."""
+def generate_paged(model, rows, pieces, late=0):
+    """Hidden states of all rows, fed to the paged cache in pieces of the given sizes, over scattered blocks and a poisoned cache. Each row
+    begins so many passes after the one before it, so that a pass feeds some their first tokens and some their later ones."""
     max_blocks = max(len(row) for row in rows) // 32 + 1
     cache = model.new_cache(num_blocks=len(rows) * max_blocks + 1)
     cache.keys.fill_(float("nan"))
@@ -94,8 +95,8 @@ def generate_paged(model, rows, pieces):
     outputs = [[] for _ in rows]
     step = 0
     while any(done[i] < len(row) for i, row in enumerate(rows)):
-        live = [i for i, row in enumerate(rows) if done[i] < len(row)]
-        new = [rows[i][done[i] : done[i] + pieces[step % len(pieces)]] for i in live]
+        live = [i for i, row in enumerate(rows) if done[i] < len(row) and step >= i * late]
+        new = [rows[i][done[i] : done[i] + pieces[(step - i * late) % len(pieces)]] for i in live]
         context = torch.tensor([done[i] + len(part) for i, part in zip(live, new, strict=True)])
         positions = torch.cat([torch.arange(done[i], done[i] + len(part)) for i, part in zip(live, new, strict=True)])
         lengths = torch.tensor([len(part) for part in new])
@@ -134,8 +135,8 @@ def test_paged_cache_gives_the_same_hidden_states(name, numerics):
     rows = draw_rows(LENGTHS)
     with torch.no_grad():
         packed = model.hidden_states(*pack(rows))
-        for pieces in ([100], [1], [6, 1, 1, 9]):
-            paged = generate_paged(model, rows, pieces)
+        for pieces, late in (([100], 0), ([1], 0), ([6, 1, 1, 9], 0), ([6, 1, 1, 9], 1)):
+            paged = generate_paged(model, rows, pieces, late)
             torch.testing.assert_close(paged, packed, rtol=2e-4, atol=2e-4)
             if numerics == "exact":
                 assert torch.equal(paged, packed)

@@ -131,8 +131,8 @@ def simulate(
             complete = (step.starts + step.counts)[step.sources]
             assert np.array_equal(complete, sequences.length[step.rows]), "a token is drawn from the last one only"
             assert step.counts.sum() <= prefill_tokens
-            riding = step.sequences[: step.beside]
-            assert (step.counts[: step.beside] == 1).all() and np.isin(riding, step.rows).all()
+            riding = step.sequences[: step.num_beside]
+            assert (step.counts[: step.num_beside] == 1).all() and np.isin(riding, step.rows).all()
             assert sequences.length[riding].sum() <= beside
             sequences.append(step.rows, step.rows, np.zeros(len(step.rows)))
             stops.mark_finished(sequences, step.rows)

@@ -111,6 +111,12 @@ class Paged:
             return np.ones(self.context_lens.shape[0], dtype=np.int64)
         return np.diff(self.cu_query.numpy().astype(np.int64))
 
+    def take(self, rows: np.ndarray) -> Paged:
+        """Some of the sequences, [n] int64, with all their new tokens, packed anew."""
+        ends = np.append(0, np.cumsum(self.new_lens()[rows])).astype(np.int32)
+        at = torch.from_numpy(rows)
+        return Paged(self.cache, self.block_tables[at], self.context_lens[at], torch.from_numpy(ends))
+
     def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Cache slots of the given positions of the given sequences (arrays that broadcast), int64."""
         size = self.cache.block_size
@@ -123,6 +129,26 @@ class Paged:
         within = np.arange(rows.size) - np.repeat(np.cumsum(new) - new, new)
         first = self.context_lens.numpy().astype(np.int64) - new
         return rows, first[rows] + within
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """Sequences of one pass that attend by two plans. No gradient.
+
+    parts: of each plan the tokens that it serves, int64 on the device, together each of the T once; and the plan.
+    """
+
+    parts: tuple[tuple[Tensor, AttentionPlan], ...]
+
+    def attend(
+        self, module: nn.Module, query_THK: Tensor, key_TNK: Tensor, value_TNK: Tensor, form: AttentionForm
+    ) -> Tensor:
+        """Attention output [T, H, K]."""
+        out_THK = torch.empty_like(query_THK)
+        for index, plan in self.parts:
+            query, key, value = (rows.index_select(0, index) for rows in (query_THK, key_TNK, value_TNK))
+            out_THK.index_copy_(0, index, plan.attend(module, query, key, value, form))
+        return out_THK
 
 
 @dataclass

@@ -39,6 +39,11 @@ def plan_buckets(lengths: np.ndarray) -> list[np.ndarray]:
     return buckets
 
 
+def plan_pair_buckets(new: np.ndarray, held: np.ndarray) -> list[np.ndarray]:
+    """Groups rows that are alike both in their new tokens and in all that they hold, [rows] each."""
+    return [rows[alike] for rows in plan_buckets(new) for alike in plan_buckets(held[rows])]
+
+
 def attend_padded(
     query_RLHK: Tensor, key_RMNK: Tensor, value_RMNK: Tensor, form: AttentionForm, mask: Tensor | None
 ) -> Tensor:
@@ -185,9 +190,7 @@ class SharedPlan:
         branches, whole = np.flatnonzero(held > lengths), np.flatnonzero(held == lengths)
         bucket_rows = [whole[alike] for alike in plan_buckets(lengths[whole])]
         self.num_whole = len(bucket_rows)
-        for asking in plan_buckets(lengths[branches]):
-            rows = branches[asking]
-            bucket_rows += [rows[alike] for alike in plan_buckets(held[rows])]
+        bucket_rows += [branches[alike] for alike in plan_pair_buckets(lengths[branches], held[branches])]
         self.queries, self.keys = (RowPadding(part, bucket_rows, device) for part in (lengths, held))
         self.positions = [
             _place(lengths[rows], held[rows], queries.length, device)
@@ -243,7 +246,7 @@ class PagedPlan:
             return
         self.context = paged.context_lens.numpy().astype(np.int64)
         self.new = paged.new_lens()
-        bucket_rows = [rows[alike] for rows in plan_buckets(self.new) for alike in plan_buckets(self.context[rows])]
+        bucket_rows = plan_pair_buckets(self.new, self.context)
         self.queries = RowPadding(self.new, bucket_rows, device)
         self.key_buckets: list[tuple[Tensor, Tensor, Tensor]] = []
         for bucket, queries in zip(bucket_rows, self.queries.buckets, strict=True):

@@ -35,8 +35,8 @@ def compute_logprobs(
 
     hidden_TD:    [M, D] hidden states, already shifted (row i predicts targets_M[i]); with `rows` [T, D].
     targets_M:    [M] int64.
-    chunk_tokens: targets whose logits are worked on at once; None takes 256 MiB of float32 logits, on a GPU 512 MiB (compiled: 1 GiB, and 4 GiB
-                  where all of them are kept).
+    chunk_tokens: targets whose logits are worked on at once; None takes 256 MiB of float32 logits, on a GPU 512 MiB (compiled: 1 GiB, and
+                  4 GiB where all of them are kept).
     rows:         [M] int64, no index twice: hidden state rows[i] predicts target i. Cheaper than `hidden_TD[rows]`, whose backward is a
                   slow scatter on the CPU.
     passes:       how a chunk's logits are read. "softmax": by `compute_log_softmax`, bit-equal to what a rollout samples from;

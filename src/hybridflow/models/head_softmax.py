@@ -57,10 +57,10 @@ class SoftmaxFunction(torch.autograd.Function):
         return gradients.hidden_TD, gradients.weight_VD, None, None, None
 
 
-def _entropy(logp_CV: Tensor, p_CV: Tensor, head: Head) -> Tensor:
+def _entropy(logp_BV: Tensor, p_BV: Tensor, head: Head) -> Tensor:
     # A token of probability 0 has log-probability -inf at worst; its part is 0.
-    parts_CV = p_CV * logp_CV.clamp(min=torch.finfo(logp_CV.dtype).min)
-    return -(sum_rows(parts_CV).squeeze(-1) if head.exact else parts_CV.sum(-1))
+    parts_BV = p_BV * logp_BV.clamp(min=torch.finfo(logp_BV.dtype).min)
+    return -(sum_rows(parts_BV).squeeze(-1) if head.exact else parts_BV.sum(-1))
 
 
 def _logits_gradient(

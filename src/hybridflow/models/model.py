@@ -9,11 +9,20 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hybridflow.models.attention import ATTENTION_NAME, AttentionPass, AttentionPlan, Packed, Paged
+from hybridflow.models.attention import (
+    ATTENTION_NAME,
+    AttentionPass,
+    AttentionPlan,
+    Packed,
+    Paged,
+    SplitPlan,
+    to_device,
+)
 from hybridflow.models.attention_exact import ExactPlan
 from hybridflow.models.attention_exact_gpu import ExactKernelPlan
 from hybridflow.models.attention_fused import KERNELS, FusedPlan, KernelName, choose_fused
@@ -187,12 +196,25 @@ class LanguageModel:
             if uses_kernels(self.device):
                 return ExactKernelPlan.paged(attention, self.device)
             return ExactPlan.paged(attention)
-        fresh = None
-        if attention.cu_query is not None and torch.equal(
-            attention.context_lens.long(), attention.cu_query.diff().long()
-        ):
+        fresh, is_new = None, attention.context_lens.numpy() == attention.new_lens()
+        if attention.cu_query is not None and is_new.all():
             # No sequence holds anything older: its new tokens are whole packed rows.
             fresh = self._plan_packed(Packed(attention.cu_query, int(attention.context_lens.max())))
+        elif attention.cu_query is not None and is_new.any():
+            return self._plan_split(attention, is_new)
         elif serves_varlen(self.device, self.dtype, self.head_dim, self._attention_softcap):
             return VarlenPagedPlan(attention, self.device)
         return PagedPlan(attention, self.device, fresh)
+
+    def _plan_split(self, attention: Paged, is_new: np.ndarray) -> SplitPlan:
+        """Sequences that hold nothing older by themselves, since only the others' keys and values have to be gathered."""
+        owners_T, _ = attention.new_positions()
+        return SplitPlan(
+            tuple(
+                (
+                    to_device(np.flatnonzero(chosen[owners_T]), self.device),
+                    self._plan_paged(attention.take(np.flatnonzero(chosen))),
+                )
+                for chosen in (is_new, ~is_new)
+            )
+        )

@@ -56,12 +56,12 @@ class SpanTimer:
         self._start_s = time.time()
         self._clock_s = time.perf_counter()
         self._notes: dict[str, float] = {}
-        self._outer = _notes.set(self._notes)
+        self._token = _notes.set(self._notes)
         return self
 
     def __exit__(self, *_: object) -> None:
         duration_s = time.perf_counter() - self._clock_s
-        _notes.reset(self._outer)
+        _notes.reset(self._token)
         call = self._call
         self.span = Span(
             call.role,

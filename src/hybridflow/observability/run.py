@@ -193,7 +193,8 @@ class RunDirectory:
 
 def _tell(span: Span) -> dict[str, Any]:
     """A span as `phases.jsonl` has it, with its notes where it has any."""
-    return {key: value for key, value in asdict(span).items() if key not in ("step", "phase") and value != {}}
+    told = {key: value for key, value in asdict(span).items() if key not in ("step", "phase", "notes")}
+    return told | ({"notes": dict(span.notes)} if span.notes else {})
 
 
 def iter_names(stamp: str) -> Iterator[str]:

@@ -60,7 +60,8 @@ class NativeSettings:
     """Decodes on a GPU by captured graphs and fused kernels, where Triton is there; false goes step by step through the
     model's own forward, many times slower and open to a debugger."""
     prefill_tokens_per_step: int = Field(default=8192, ge=1)
-    """Most prompt tokens of one pass; longer prompts take several. Bounds the memory of activations."""
+    """Most tokens of one pass over prompts, with those of rows that decode beside them; longer prompts take several. Bounds the memory of
+    activations."""
     tp: int = Field(default=1, ge=1, validation_alias=AliasChoices("tp", "tensor_parallel_size"))
     """Workers that generate with one model between them, each with a part of every matrix and of the cache; more than one have a copy of
     the weights of their own. All that generate / tp replicas share the prompts. 1: each has the whole model."""
@@ -206,13 +207,14 @@ class NativeEngine:
     def _prefill(self, job: _Job, step: Step) -> None:
         """Feeds prompts, and rows that lost their blocks, to the model, and rows that decode beside them; a complete prompt's rows draw
         their first token."""
-        job.report.prefill_tokens += int(step.counts.sum()) - step.beside
-        job.report.beside_tokens += step.beside
+        job.report.prefill_tokens += int(step.counts.sum()) - step.num_beside
+        job.report.beside_tokens += step.num_beside
         hidden_TD = self._compute_states(job, step)
         last_R = self._to_device(np.cumsum(step.counts)[step.sources] - 1)
         tokens, logprobs = self._draw(job, hidden_TD[last_R], step.rows)
         job.sequences.append(step.rows, tokens, logprobs)
         job.stops.mark_finished(job.sequences, step.rows)
+        job.report.watch(job.sequences.num_unfinished)
         job.scheduler.postprocess(step.sequences, step.counts, step.rows)
 
     def _compute_states(self, job: _Job, step: Step) -> Tensor:
@@ -292,7 +294,7 @@ class NativeEngine:
         )
         cache = self._fit_cache(sequences)
         num_blocks = cache.num_blocks - self._num_idle_blocks
-        limits = (self.settings.max_sequences, self.settings.prefill_tokens_per_step, self._most_tokens_beside)
+        limits = (self.settings.max_sequences, self.settings.prefill_tokens_per_step, self._compute_max_held_beside())
         scheduler = Scheduler(sequences, num_blocks, BLOCK_SIZE, *limits)
         eos_ids = collect_eos_ids(self.tokenizer, self.model.module.generation_config)
         stops = StopRules(sampling, eos_ids, self.tokenizer, self.model.vocab_size)
@@ -368,7 +370,7 @@ class NativeEngine:
     def _compute_own_max_blocks(self) -> int:
         if self.settings.kv_cache_tokens is not None:
             return self.settings.kv_cache_tokens // BLOCK_SIZE
-        block_bytes = BLOCK_SIZE * self._bytes_per_token
+        block_bytes = BLOCK_SIZE * self._kv_bytes_per_token
         if self.model.device.type != "cuda":
             return _CPU_CACHE_BYTES // block_bytes
         torch.cuda.empty_cache()
@@ -376,21 +378,21 @@ class NativeEngine:
         return int(free_bytes * self.settings.kv_memory_fraction) // block_bytes
 
     @property
-    def _bytes_per_token(self) -> int:
+    def _kv_bytes_per_token(self) -> int:
         """Keys and values of a token, all layers."""
         model = self.model
         return 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype.itemsize
 
-    @property
-    def _most_tokens_beside(self) -> int:
-        """Tokens that rows may hold and still decode in passes over prompts, see `Scheduler`.
+    def _compute_max_held_beside(self) -> int:
+        """Tokens that rows may hold and still decode in passes over prompts, see `Scheduler`; the same on ranks that generate together.
 
         Such a pass gathers keys and values, which writes them and reads them again, and saves one reading of the weights. Steps without
         graphs gather them as well.
         """
         if self._graphs is None:
             return sys.maxsize
-        return sum(weight.nbytes for weight in self.model.module.parameters()) // (2 * self._bytes_per_token)
+        own = sum(weight.nbytes for weight in self.model.module.parameters()) // (2 * self._kv_bytes_per_token)
+        return own if self.group is None else self.group.least(own)
 
     @property
     def _num_idle_blocks(self) -> int:

@@ -25,7 +25,7 @@ class Step:
 
     sequences: [B] sequence numbers; each is fed `counts` [B] tokens, from `starts` [B] on.
     rows:      rows that draw a token, each from the last token fed of `sequences[sources]`.
-    beside:    how many of the sequences are rows that decode beside the others: each is fed the one token that it drew last.
+    num_beside: the first so many sequences are rows that decode beside the others: each is fed the one token that it drew last.
     """
 
     sequences: np.ndarray
@@ -33,7 +33,7 @@ class Step:
     counts: np.ndarray
     rows: np.ndarray
     sources: np.ndarray
-    beside: int = 0
+    num_beside: int = 0
 
 
 class Scheduler:
@@ -44,8 +44,8 @@ class Scheduler:
     the full blocks of what they have in common, which one of them computes first; at most `max_sequences` rows run; a
     pass over prompts feeds at most `prefill_tokens` tokens; a finished row holds nothing.
 
-    beside_tokens: rows that are ready to decode go along in a pass over prompts, which so reads the weights once for both, where they
-        hold so many tokens or fewer in all and take at most half of the pass.
+    max_held_beside: rows that are ready to decode go along in a pass over prompts, which so reads the weights once for both, where they
+        hold so many tokens or fewer in all and are at most half of the pass; else all of them wait.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Scheduler:
         block_size: int,
         max_sequences: int,
         prefill_tokens: int,
-        beside_tokens: int = 0,
+        max_held_beside: int = 0,
     ) -> None:
         self.sequences = sequences
         self.block_size = block_size
         self.max_sequences = max_sequences
         self.prefill_tokens = prefill_tokens
-        self.beside_tokens = beside_tokens
+        self.max_held_beside = max_held_beside
         self.allocator = BlockAllocator(num_blocks)
         self.num_preemptions = 0
         prompts = [
@@ -134,20 +134,24 @@ class Scheduler:
         if not candidates.size:
             return None
         before = np.cumsum(pending) - pending
-        beside = self._rows_beside()
+        beside = self._reserve_beside()
         counts = np.clip(self.prefill_tokens - len(beside) - before, 0, pending)
         chosen = counts > 0
         fed = np.concatenate([beside, candidates[chosen]])
-        counts, pending = (np.concatenate([np.ones_like(beside), part[chosen]]) for part in (counts, pending))
-        rows, sources = self._drawing_rows(fed, counts == pending)
+        complete = np.append(np.ones(len(beside), np.bool_), (counts == pending)[chosen])
+        counts = np.append(np.ones_like(beside), counts[chosen])
+        rows, sources = self._drawing_rows(fed, complete)
         return Step(fed, self.cached[fed], counts, rows, sources, len(beside))
 
-    def _rows_beside(self) -> np.ndarray:
-        """Running rows that are ready to decode, where that pays in a pass over prompts and their next tokens have blocks."""
+    def _reserve_beside(self) -> np.ndarray:
+        """Running rows that decode in a pass over prompts, with blocks for their next tokens: all that are ready, or none where that does
+        not pay or blocks lack."""
         table, rows = self.sequences, self.running
         ready = rows[table.length[rows] - self.cached[rows] == 1]
-        pays = table.length[ready].sum() <= self.beside_tokens and 2 * len(ready) <= self.prefill_tokens
-        return ready if ready.size and pays and self.reserve(1) else ready[:0]
+        pays = table.length[ready].sum() <= self.max_held_beside and 2 * len(ready) <= self.prefill_tokens
+        if not ready.size or not pays or not self.reserve(1):
+            return ready[:0]
+        return ready
 
     def _drawing_rows(self, sequences: np.ndarray, complete: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """A completed row draws for itself, a completed prompt for those rows of its group that have no token yet."""
