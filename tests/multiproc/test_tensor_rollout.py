@@ -232,6 +232,21 @@ def cache_worker(place: Place) -> tuple[list[int], bool]:
     return blocks, is_new
 
 
+def limit_worker(place: Place) -> tuple[int, int]:
+    """Bytes of this rank's part, and what rows may hold and still decode beside prompts."""
+    engine, world = build_engine(place, Work(CONFIG | {"vocab_size": 51, "tie_word_embeddings": False}))
+    # Only with graphs is there a limit; nothing is decoded here.
+    engine._graphs = object()  # type: ignore[assignment]
+    limit, num_bytes = engine._compute_max_held_beside(), sum(w.nbytes for w in engine.model.module.parameters())
+    world.leave()
+    return num_bytes, limit
+
+
+def test_ranks_with_unequal_parts_agree_on_which_rows_decode_beside_prompts(tmp_path: Path) -> None:
+    (first_bytes, first), (last_bytes, last) = run_ranks(2, limit_worker, directory=tmp_path)
+    assert first_bytes > last_bytes and first == last > 0
+
+
 def test_the_cache_is_as_large_as_the_least_room_and_renewed_by_all(tmp_path: Path) -> None:
     for blocks, is_new in run_ranks(2, cache_worker, directory=tmp_path):
         assert blocks == [33, 33] and is_new
