@@ -238,6 +238,18 @@ def test_the_report_says_how_full_steps_were_and_what_the_slowest_rows_cost(exac
     assert told["speed/rollout_prefill_tokens"].value == 30
 
 
+def test_the_report_counts_what_decodes_and_ends_beside_prompts(exact_model, tokenizer):
+    """Ten short rows draw all of their tokens beside the chunks of a prompt that leaves its row one token."""
+    lengths = [5] * 10 + [159]
+    batch = Batch.from_columns(group_id=list(range(11)), prompt_tokens=[[5] * length for length in lengths])
+    engine = NativeEngine(exact_model, tokenizer, NativeSettings(prefill_tokens_per_step=20))
+    engine.generate(batch, SamplingParams(max_new_tokens=3, ignore_eos=True), step=0)
+    told = engine.metrics()
+    assert "speed/rollout_occupancy" not in told
+    assert told["speed/rollout_prefill_tokens"].value == 209 and told["speed/rollout_beside_tokens"].value == 20
+    assert engine.report.tail_seconds > 0.2 * engine.report.seconds
+
+
 @pytest.mark.parametrize("tokens", [None, 64, 96, 160])
 def test_a_row_as_long_as_the_engine_says_fits(exact_model, tokenizer, tokens):
     engine = NativeEngine(exact_model, tokenizer, NativeSettings(kv_cache_tokens=tokens))

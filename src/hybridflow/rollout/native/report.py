@@ -49,10 +49,13 @@ class RolloutReport:
 
     def metrics(self) -> Metrics:
         """For the run's log; over several calls shares are of all their steps and seconds."""
-        if not self.seat_steps:
+        if not self.prefill_tokens:
             return {}
+        seats = self.seat_steps
+        # All rows may have decoded beside prompts.
+        occupancy = {"speed/rollout_occupancy": mean(self.live_steps / seats, seats)} if seats else {}
         return {
-            "speed/rollout_occupancy": mean(self.live_steps / self.seat_steps, self.seat_steps),
+            **occupancy,
             "speed/rollout_tail_share": mean(self.tail_seconds / self.seconds, self.seconds),
             "speed/rollout_preemptions": total(self.preemptions),
             "speed/rollout_prefill_tokens": total(self.prefill_tokens),
