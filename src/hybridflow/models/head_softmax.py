@@ -35,6 +35,8 @@ class SoftmaxFunction(torch.autograd.Function):
                 logprobs[block] = logp_BV.gather(1, targets_M[block, None]).squeeze(1)
                 if settings.with_entropy:
                     entropy[block] = _entropy(logp_BV, torch.exp(logp_BV), settings.head)
+            # Not beside the next chunk's.
+            del raw_CV
         ctx.save_for_backward(hidden_TD, weight_VD, targets_M, rows)
         ctx.settings = settings
         # An entropy that is only reported has no gradient, and costs no passes.
@@ -54,6 +56,7 @@ class SoftmaxFunction(torch.autograd.Function):
             for block, here in settings.iter_blocks(chunk, weight_VD):
                 grad_CV[here] = _logits_gradient(raw_CV[here], targets_M, block, grads, settings)
             gradients.add(chunk, hidden_CD, grad_CV)
+            del raw_CV, grad_CV
         return gradients.hidden_TD, gradients.weight_VD, None, None, None
 
 

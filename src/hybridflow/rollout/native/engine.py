@@ -216,7 +216,6 @@ class NativeEngine:
         job.stops.mark_finished(job.sequences, step.rows)
         job.report.watch(job.sequences.num_unfinished)
         job.scheduler.postprocess(step.sequences, step.counts, step.rows)
-        job.report.watch(job.sequences.num_unfinished)
 
     def _compute_states(self, job: _Job, step: Step) -> Tensor:
         """Hidden states [T, D] of all tokens that the step feeds."""
