@@ -380,20 +380,30 @@ SHAPINGS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shaping"),
-    [(torch.float64, UNSHAPED), *itertools.product((torch.bfloat16, torch.float32), (UNSHAPED, *SHAPINGS))],
-)
-def test_the_bytes_a_head_is_said_to_need_are_those_that_live_at_once(dtype: torch.dtype, shaping: Shaping) -> None:
-    vocab_size, num_targets = 2048, 1000
+BOTH, TYPES = (False, True), (torch.bfloat16, torch.float32)
+# A block of few targets, beside which the padding of exact products counts, and one of many.
+SAID = [
+    *itertools.product([(32000, 200), (32000, 240)], BOTH, TYPES, (UNSHAPED, *SHAPINGS[:2])),
+    *itertools.product([(2048, 1000)], BOTH, TYPES, (UNSHAPED, *SHAPINGS)),
+    ((2048, 1000), False, torch.float64, UNSHAPED),
+]
+
+
+@pytest.mark.parametrize(("sizes", "exact", "dtype", "shaping"), SAID)
+def test_the_bytes_a_head_is_said_to_need_are_those_that_live_at_once(
+    sizes: tuple[int, int], exact: bool, dtype: torch.dtype, shaping: Shaping
+) -> None:
+    vocab_size, num_targets = sizes
     weight = torch.randn(vocab_size, 16).to(dtype).requires_grad_()
     hidden = torch.randn(num_targets, 16).to(dtype).requires_grad_()
     targets = torch.arange(num_targets)
     starts, ends = torch.zeros_like(targets), 1 + targets % 50
     shaped = None if shaping == UNSHAPED else Shaped(shaping, targets, starts, ends)
     with LiveBytes() as live:
-        compute_logprobs(hidden, targets, Head(weight, exact=shaping.cuts), shaped=shaped)[0].sum().backward()
-    told = compute_head_bytes(num_targets, vocab_size, 16, dtype, on_gpu=False, trains=True, shaping=shaping)
+        compute_logprobs(hidden, targets, Head(weight, exact=exact), shaped=shaped)[0].sum().backward()
+    told = compute_head_bytes(
+        num_targets, vocab_size, 16, dtype, on_gpu=False, trains=True, exact=exact, shaping=shaping
+    )
     assert told == pytest.approx(live.most, rel=0.05)
 
 
@@ -410,3 +420,4 @@ def test_on_a_gpu_a_head_needs_one_compiled_chunk_and_its_weight_s_gradient() ->
     softmax_chunk = choose_chunk_tokens(151936, "softmax", on_gpu=True)
     block = 2**24 // 151936
     assert need(32768, trains=False, shaping=Shaping(1.1)) == 151936 * (softmax_chunk * 2 + block * 4 * 7.25)
+    assert need(32768, trains=False, exact=True) == 151936 * (softmax_chunk * (4 + 2) + block * 4 * 3)

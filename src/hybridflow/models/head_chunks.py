@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybridflow.models.exact import multiply_fixed, uses_kernels
+from hybridflow.models.exact import ROW_BLOCK, multiply_fixed, padded_rows, uses_kernels
 from hybridflow.models.head import Head, compute_product
 from hybridflow.models.head_shaping import Shaped
 from hybridflow.types import UNSHAPED, Shaping
@@ -94,40 +94,52 @@ def compute_head_bytes(
     *,
     on_gpu: bool,
     trains: bool,
+    exact: bool = False,
     shaping: Shaping = UNSHAPED,
 ) -> int:
     """Bytes that the head holds at once in backward at least: a chunk's logits, a block's copies of them and the weight's gradient.
 
     vocab_size: rows of the head that are here.
-    on_gpu:     compiled passes, which write the gradient over the logits; softmax passes on the CPU, and of shaped logits.
+    on_gpu:     compiled passes, which write the gradient over the logits; softmax passes on the CPU, in exact numerics, and of shaped
+                logits.
     trains:     the weight has a gradient, in float32 and then in its own dtype.
 
     Logits that are kept instead of computed again are not counted: they are taken from what is free.
     """
     total_bytes = max(4, dtype.itemsize)
-    compiled = on_gpu and shaping == UNSHAPED
+    compiled = on_gpu and not exact and shaping == UNSHAPED
     chunk = choose_chunk_tokens(vocab_size, "compiled" if compiled else "softmax", on_gpu=on_gpu)
     num_targets = min(num_targets, chunk)
-    # Cut logits are trained in exact numerics alone, which round products to no less than float32; the gradient lies apart then.
-    raw_bytes = total_bytes if shaping.cuts else dtype.itemsize
-    a_logit = raw_bytes if raw_bytes == dtype.itemsize else raw_bytes + dtype.itemsize
-    held = num_targets * vocab_size * a_logit
+    # Exact numerics round products to no less than float32; the gradient lies apart then.
+    raw_bytes = total_bytes if exact else dtype.itemsize
+    apart_bytes = dtype.itemsize if raw_bytes > dtype.itemsize else 0
+    in_blocks = exact and not on_gpu
+    rows = padded_rows(num_targets) if in_blocks and not apart_bytes else num_targets
+    held = rows * vocab_size * (raw_bytes + apart_bytes)
     if not compiled:
         copies = _count_softmax_copies(shaping) + (raw_bytes < total_bytes)
-        held += int(
-            min(num_targets, choose_block_tokens(vocab_size, on_gpu=on_gpu)) * vocab_size * copies * total_bytes
-        )
+        block = min(num_targets, choose_block_tokens(vocab_size, on_gpu=on_gpu))
+        padding = _count_padded(num_targets) if in_blocks else 0
+        held += vocab_size * max(int(block * copies * total_bytes), padding * dtype.itemsize)
     a_weight = total_bytes + (dtype.itemsize if dtype.itemsize < total_bytes else 0)
     return held + (a_weight * vocab_size * hidden_size if trains else 0)
 
 
 def _count_softmax_copies(shaping: Shaping) -> float:
     """Of a block's size, in float32, beside its raw logits in softmax passes' backward: log-probabilities, probabilities and gradient, 3;
-    of shaped logits the shaping's graph and gradients, and for top-p without top-k all logits sorted, with sums in float64."""
+    of shaped logits the shaping's graph and gradients, and for top-p without top-k all logits sorted, with sums in float64. Those
+    numbers are what the head's test counts as alive at the peak on a CPU, where a mask is a quarter, and an int64 or float64 is two."""
     penalizes = shaping.repetition_penalty != 1.0
     if shaping.top_p < 1.0 and not shaping.top_k:
         return 9.75 if penalizes else 8.25
     return 6.25 if penalizes else 3.25 if shaping.cuts else 3.0
+
+
+def _count_padded(num_rows: int) -> int:
+    """Rows that there are beside the gradient while `_multiply_wide` pads the last of it: zeros, and the copy with them."""
+    if num_rows == padded_rows(num_rows):
+        return 0
+    return 2 * padded_rows(1) - (num_rows % ROW_BLOCK or ROW_BLOCK)
 
 
 def take_rows(hidden_TD: Tensor, rows: Tensor | None, chunk: slice) -> Tensor:
@@ -157,13 +169,21 @@ class HeadGradients:
         """grad_CV is rounded to the weight's dtype."""
         grad_CV = grad_CV.to(self._weight_VD.dtype)
         if self.hidden_TD is not None:
-            grad_CD = compute_product(grad_CV, self._weight_VD, self._head).to(self.hidden_TD.dtype)
+            grad_CD = _multiply_wide(grad_CV, self._weight_VD, self._head).to(self.hidden_TD.dtype)
             if self._rows is None:
                 self.hidden_TD[chunk] = grad_CD
             else:
                 self.hidden_TD.index_copy_(0, self._rows[chunk], grad_CD)
         if self._total_VD is not None:
             _add_product(self._total_VD, grad_CV.t(), hidden_CD, self._head)
+
+
+def _multiply_wide(grad_CV: Tensor, weight_VD: Tensor, head: Head) -> Tensor:
+    """`compute_product`; where exact numerics pad rows to whole blocks, it copies the last rows for that, not all."""
+    whole = grad_CV.shape[0] // ROW_BLOCK * ROW_BLOCK
+    if not head.exact or uses_kernels(grad_CV.device) or whole in (0, grad_CV.shape[0]):
+        return compute_product(grad_CV, weight_VD, head)
+    return torch.cat([compute_product(part_CV, weight_VD, head) for part_CV in grad_CV.split(whole)])
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, head: Head) -> None:
