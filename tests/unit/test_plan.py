@@ -20,11 +20,12 @@ from hybridflow.flow.quickstart import write_sums
 from hybridflow.flow.rl_job import RLConfig
 from hybridflow.flow.sft_job import SFTConfig
 from hybridflow.observability.phases import current_mark, phase
+from hybridflow.roles.trainers import describe_memory
 from hybridflow.runtime.api import Pieces, RuntimeSettings, Seat
 from hybridflow.runtime.placement import NodeInventory, PlacementSettings, PoolSettings, plan_placement
 from hybridflow.runtime.recording import RecordingRuntime, find_nodes
-from hybridflow.train_engine import get_available_backends
-from hybridflow.types import BatchRef, ChunkRef, MetricsRef
+from hybridflow.train_engine import Layout, RowMemory, get_available_backends
+from hybridflow.types import UNSHAPED, BatchRef, ChunkRef, MetricsRef, Shaping
 
 TINY = (
     "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "
@@ -208,9 +209,14 @@ def test_the_page_on_trainers_and_generators_apart(task: Path) -> None:
 
 
 def test_the_memory_is_that_of_rows_drawn_as_the_sampling_says(task: Path) -> None:
-    words = "train.gradient_checkpointing=none", "train.share_prompts=false"
-    apart, shared = (plan_of_rl(task, *words, *more).facts["memory"] for more in ((), ("train.share_prompts=true",)))
-    assert apart != shared
+    words = "train.gradient_checkpointing=none", "data.max_tokens=20", "sampling.max_new_tokens=10"
+    config = load_config(RLConfig, config_name="quickstart_rl", overrides=rl_words(task, *words))
+    keys_per_token = (19 + 4 * 30) / (19 + 4 * 11)
+    for more, shaping in ((), UNSHAPED), (("+sampling.repetition_penalty=1.2",), Shaping(1.2)):
+        by_hand = describe_memory(
+            config.model, config.train, Layout(), None, None, expected=RowMemory(shaping, keys_per_token)
+        )
+        assert plan_of_rl(task, *words, *more).facts["memory"] == by_hand
 
 
 def test_trainers_that_share_a_model(task: Path) -> None:

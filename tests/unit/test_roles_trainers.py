@@ -14,7 +14,7 @@ from hybridflow.models import LoraSettings
 from hybridflow.models.families import UnsupportedModelError
 from hybridflow.roles.policy import ModelSettings, read_config
 from hybridflow.roles.trainers import check_training, describe_layout, describe_memory
-from hybridflow.train_engine import Layout, ParallelConfig, SampledRows, TrainSettings, expect_rows
+from hybridflow.train_engine import Layout, ParallelConfig, RowMemory, TrainSettings, estimate_row_memory
 from hybridflow.types import Numerics, SamplingParams
 
 SHAPE = {
@@ -166,12 +166,14 @@ def test_a_layout_and_its_memory_are_told(model: ModelSettings) -> None:
 def test_memory_counts_how_rows_are_drawn_and_what_they_share(model: ModelSettings) -> None:
     sampling = SamplingParams(repetition_penalty=1.2, samples_per_prompt=8, max_new_tokens=200)
     train, apart = TrainSettings(gradient_checkpointing="none"), TrainSettings(share_prompts=False)
-    rows = expect_rows(train, "fast", sampling, 100)
-    assert rows == SampledRows(sampling.shaping, (99 + 8 * 300) / (99 + 8 * 201))
-    assert expect_rows(train, "fast", sampling, None) == expect_rows(train, "fast", sampling, 200)
-    unshared = expect_rows(apart, "fast", sampling, 100)
-    assert unshared == expect_rows(train, "exact", sampling, 100) == SampledRows(sampling.shaping)
-    shared = SampledRows(keys_per_token=rows.keys_per_token)
-    told = [describe_memory(model, train, Layout(), None, None, each) for each in (SampledRows(), shared, unshared)]
+    rows = estimate_row_memory(train, "fast", sampling, 100)
+    assert rows == RowMemory(sampling.shaping, (99 + 8 * 300) / (99 + 8 * 201))
+    assert estimate_row_memory(train, "fast", sampling, None) == estimate_row_memory(train, "fast", sampling, 200)
+    unshared = estimate_row_memory(apart, "fast", sampling, 100)
+    assert unshared == estimate_row_memory(train, "exact", sampling, 100) == RowMemory(sampling.shaping)
+    shared = RowMemory(keys_per_token=rows.keys_per_token)
+    told = [
+        describe_memory(model, train, Layout(), None, None, expected=each) for each in (RowMemory(), shared, unshared)
+    ]
     activations, backward = zip(*((line.split(", ")[3], line.split(", ")[4]) for line in told), strict=True)
     assert activations[0] == activations[2] != activations[1] and backward[0] != backward[2]

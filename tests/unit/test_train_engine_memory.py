@@ -23,7 +23,7 @@ from hybridflow.train_engine.memory import (
     LayerMode,
     ModelShape,
     OutOfMemoryError,
-    SampledRows,
+    RowMemory,
     Workload,
     compute_layer_bytes,
     compute_memory,
@@ -35,6 +35,8 @@ from hybridflow.train_engine.memory import (
     read_usage,
 )
 from hybridflow.train_engine.segments import RowGroup, build_segments, estimate_keys_per_token
+from hybridflow.train_engine.settings import SharingSetting
+from hybridflow.types import Numerics, Shaping
 
 GIB = 2**30
 QWEN3 = ModelShape(28, 1024, 3072, 16, 8, 128, 151936, qk_norm=True)
@@ -45,14 +47,16 @@ ROWS, LENGTH = 3, 40
 WHOLE = Packed(torch.arange(ROWS + 1, dtype=torch.int32) * LENGTH, LENGTH)
 
 
-def build_model(family: str, dtype: torch.dtype, num_layers: int) -> LanguageModel:
+def build_model(
+    family: str, dtype: torch.dtype, num_layers: int, numerics: Numerics = "fast", vocab_size: int = 40
+) -> LanguageModel:
     config: dict[str, Any] = dict(
-        model_type=family, vocab_size=40, hidden_size=48, intermediate_size=160, num_hidden_layers=num_layers,
+        model_type=family, vocab_size=vocab_size, hidden_size=48, intermediate_size=160, num_hidden_layers=num_layers,
         num_attention_heads=6, num_key_value_heads=2, head_dim=16, max_position_embeddings=128,
     )  # fmt: skip
     if family != "qwen3":
         config["hidden_size"] = config["num_attention_heads"] * config["head_dim"]
-    return fresh_model(config, seed=0, dtype=dtype)
+    return fresh_model(config, seed=0, dtype=dtype, numerics=numerics)
 
 
 def measure_kept(model: LanguageModel, mode: Checkpointing, rows: Packed = WHOLE, *, compiled: bool = False) -> int:
@@ -124,7 +128,7 @@ def test_the_copies_of_shared_keys_and_values_are_within_a_fiftieth_of_what_auto
 
     measured = measure(Packed(ends, 39, keys)) - measure(Packed(ends, 39))
     workload = Workload(read_shape(build_model("qwen3", torch.bfloat16, 2).config), torch.bfloat16, 1)
-    shared = replace(workload, rows=SampledRows(keys_per_token=len(keys.index_C) / num_tokens))
+    shared = replace(workload, expected=RowMemory(keys_per_token=len(keys.index_C) / num_tokens))
     estimated = compute_layer_bytes(shared, LayerMode(mode, compiled)) - compute_layer_bytes(
         workload, LayerMode(mode, compiled)
     )
@@ -135,11 +139,35 @@ def test_a_trainer_s_own_estimate_is_that_of_its_rows() -> None:
     settings = TrainSettings(gradient_checkpointing="none")
     model = build_model("qwen3", torch.float32, 2)
     needed = [
-        TrainEngine(model, settings, rows=rows).layers.estimate_pass_bytes()
-        for rows in (SampledRows(), SampledRows(keys_per_token=2.0))
+        TrainEngine(model, settings, expected=expected).layers.estimate_pass_bytes()
+        for expected in (RowMemory(), RowMemory(keys_per_token=2.0))
     ]
     # Copies in both layers, and in the one whose backward runs.
     assert needed[1] - needed[0] == 3 * settings.micro_batch_tokens * 4 * 2 * 2 * 16
+
+
+@pytest.mark.parametrize(("share_prompts", "kernel"), [("auto", "cudnn"), (False, "padded")])
+def test_a_trainer_that_shares_no_prompts_counts_no_copies_of_keys(
+    share_prompts: SharingSetting, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LanguageModel, "packed_attention", kernel)
+    model = build_model("qwen3", torch.float32, 2)
+    settings = TrainSettings(gradient_checkpointing="none", share_prompts=share_prompts)
+    expected = RowMemory(Shaping(1.1), keys_per_token=2.0)
+    needed = [
+        TrainEngine(model, settings, expected=each).layers.estimate_pass_bytes()
+        for each in (expected, replace(expected, keys_per_token=1.0))
+    ]
+    assert needed[0] == needed[1]
+
+
+def test_a_trainer_s_own_estimate_is_that_of_its_numerics() -> None:
+    settings, vocab_size = TrainSettings(micro_batch_tokens=100, gradient_checkpointing="none"), 151936
+    all_numerics: tuple[Numerics, ...] = ("fast", "exact")
+    models = [build_model("qwen3", torch.float32, 1, numerics, vocab_size) for numerics in all_numerics]
+    fast, exact = (TrainEngine(model, settings).layers.estimate_pass_bytes() for model in models)
+    # 100 targets, and three copies of a block of 6; or 100 and the last 4 of them padded to blocks of 48, two at least, beside 92 zeros.
+    assert exact - fast == vocab_size * 4 * ((144 + 96 + 92) - (100 + 3 * 6))
 
 
 def test_a_shape_is_read_from_the_config_alone_and_counts_the_weights() -> None:

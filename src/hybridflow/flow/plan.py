@@ -44,7 +44,7 @@ from hybridflow.runtime.placement import (
 )
 from hybridflow.runtime.recording import RecordedCall, RecordedGroup, RecordingRuntime, find_nodes
 from hybridflow.runtime.start import runs_in_process
-from hybridflow.train_engine import PLAIN_ROWS, SampledRows, TrainSettings, get_available_backends
+from hybridflow.train_engine import PLAIN_ROW_MEMORY, RowMemory, TrainSettings, get_available_backends
 from hybridflow.types import BatchRef, MetricsRef, Numerics
 
 MAX_NODES_SHOWN = 8
@@ -131,7 +131,7 @@ def plan_rl(config: RLConfig) -> Plan:
         "engine": inputs.engine,
         "evaluation": _describe_evaluation(config.evaluation, inputs.held_out),
         "checkpoints": _describe_checkpoints(config.checkpoint),
-        **_describe_trainers(config.model, config.train, config.runtime, config.numerics, site, inputs.rows),
+        **_describe_trainers(config.model, config.train, config.runtime, config.numerics, site, inputs.expected),
     }
     return _build_plan("rl", facts, site, runtime, _describe_devices(config.model, config.reference, config.reward))
 
@@ -259,7 +259,7 @@ def _describe_trainers(
     settings: RuntimeSettings,
     numerics: Numerics,
     site: _Site,
-    rows: SampledRows = PLAIN_ROWS,
+    expected: RowMemory = PLAIN_ROW_MEMORY,
 ) -> dict[str, str]:
     """How the trainers share the model, and what each needs."""
     placed = site.placement.of("actor") if site.placement else None
@@ -267,7 +267,8 @@ def _describe_trainers(
     layout = check_training(model, train, numerics, len(placed.slots) if placed else 1, kind)
     if layout is None:
         return {}
-    memory = describe_memory(model, train, layout, kind, settings.placement.dtype("actor"), rows)
+    dtype = settings.placement.dtype("actor")
+    memory = describe_memory(model, train, layout, kind, dtype, numerics=numerics, expected=expected)
     return ({"layout": describe_layout(layout)} if layout.size > 1 else {}) | {"memory": memory}
 
 

@@ -34,7 +34,7 @@ from hybridflow.roles.policy import ModelSettings, ModelSpec, read_tokenizer
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import Runtime, RuntimeSettings
-from hybridflow.train_engine import SampledRows, TrainSettings, expect_rows
+from hybridflow.train_engine import RowMemory, TrainSettings, estimate_row_memory
 from hybridflow.types import UNSHAPED, BatchRef, MetricsRef, Numerics, SamplingParams
 
 SHOWN = ("reward/mean", "eval/reward_mean", "policy/kl_to_reference", "response/length_mean", "time/step_s")
@@ -89,7 +89,7 @@ class RLInputs(RunInputs):
     algorithm: PolicyGradient
     sampling: SamplingParams
     reward_columns: frozenset[str]
-    rows: SampledRows
+    expected: RowMemory
 
 
 def read_rl_inputs(
@@ -129,7 +129,7 @@ def read_rl_inputs(
         engine=engine,
         reward_function=reward_function,
         reward_columns=reward_columns,
-        rows=expect_rows(config.train, config.numerics, config.sampling, config.data.max_tokens),
+        expected=estimate_row_memory(config.train, config.numerics, config.sampling, config.data.max_tokens),
         sources=_list_sources(config, reward_function, advantage_function),
     )
 
@@ -206,7 +206,7 @@ class RLJob(Job):
         train = train_over(config.train, config.steps * config.updates_per_step)
         actor = Actor(
             runtime,
-            ActorSpec(model, train, inputs.rollout, config.updates_per_step, inputs.rows),
+            ActorSpec(model, train, inputs.rollout, config.updates_per_step, inputs.expected),
             inputs.sampling,
             separate_rollout=config.runtime.placement.separates("rollout"),
             snapshot_every_steps=config.runtime.recovery.snapshot_every_steps,

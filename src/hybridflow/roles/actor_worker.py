@@ -28,7 +28,7 @@ from hybridflow.rollout import NativeEngine
 from hybridflow.rollout.native.parallel import plan_shards
 from hybridflow.runtime.api import HELD_BY_ASKED, Pieces, Seat
 from hybridflow.train_engine import Layout, TrainEngine, TrainSettings, join_ranks
-from hybridflow.train_engine.memory import PLAIN_ROWS, SampledRows, read_free
+from hybridflow.train_engine.memory import PLAIN_ROW_MEMORY, RowMemory, read_free
 from hybridflow.train_engine.ranks import ALONE
 from hybridflow.types import UNSHAPED, Metrics, Shaping, last, merge_metrics, total
 from hybridflow.weights import SameStorage
@@ -41,13 +41,13 @@ SHARED_SYNCS_PER_PROBE = 50
 
 @dataclass(frozen=True)
 class ActorSpec:
-    """All that an actor's worker is built from. rows: those that it will train on."""
+    """All that an actor's worker is built from. expected: see `TrainEngine`."""
 
     model: ModelSpec
     train: TrainSettings
     rollout: RolloutSettings
     updates_per_step: int = 1
-    rows: SampledRows = PLAIN_ROWS
+    expected: RowMemory = PLAIN_ROW_MEMORY
 
 
 class ActorWorker(GeneratorWorker):
@@ -67,7 +67,9 @@ class ActorWorker(GeneratorWorker):
         self.ranks = join_ranks(
             rank=seat.rank, size=seat.size, rendezvous=seat.rendezvous, device=device, timeout_s=seat.timeout_s
         )
-        self.train_engine = TrainEngine(self.policy.model, spec.train, self.ranks, seed=spec.model.seed, rows=spec.rows)
+        self.train_engine = TrainEngine(
+            self.policy.model, spec.train, self.ranks, seed=spec.model.seed, expected=spec.expected
+        )
         self._seat, self._spec = seat, spec
         self._is_whole = self.train_engine.mesh.layout.is_whole
         self._shares_weights = shares_weights(self.train_engine.mesh.layout, spec.rollout)

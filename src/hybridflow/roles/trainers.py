@@ -9,9 +9,9 @@ from hybridflow.models import LoraSettings, check_lora, check_targets, resolve_l
 from hybridflow.roles.policy import ModelSettings, read_config, resolve_device, resolve_dtype
 from hybridflow.runtime.placement import DEVICE_TYPES, Kind
 from hybridflow.train_engine import (
-    PLAIN_ROWS,
+    PLAIN_ROW_MEMORY,
     Layout,
-    SampledRows,
+    RowMemory,
     TrainSettings,
     build_workload,
     check_heads,
@@ -120,7 +120,9 @@ def describe_memory(
     layout: Layout,
     kind: Kind | None,
     dtype: str | None,
-    rows: SampledRows = PLAIN_ROWS,
+    *,
+    numerics: Numerics = "fast",
+    expected: RowMemory = PLAIN_ROW_MEMORY,
 ) -> str:
     """The estimate of a trainer's peak: `9.8 GiB a trainer (weights 2.4 GiB, gradients 1.2 GiB, ..., backward 310.0 MiB)`.
 
@@ -132,12 +134,14 @@ def describe_memory(
     workload = build_workload(
         *(train, layout, shape, resolve_dtype(dtype or model.dtype, device), trained),
         on_gpu=device.type == "cuda",
-        rows=rows,
+        exact=numerics == "exact",
+        expected=expected,
     )
-    compiled = plan_compile(train.compile, workload)
+    compiled = not workload.exact and plan_compile(train.compile, workload)
     estimates = {mode: compute_memory(workload, LayerMode(mode, compiled, train.activation_offload)) for mode in MODES}
-    if train.gradient_checkpointing != "auto":
-        return _format_estimate(estimates[train.gradient_checkpointing])
+    checkpointing = "none" if workload.exact else train.gradient_checkpointing
+    if checkpointing != "auto":
+        return _format_estimate(estimates[checkpointing])
     totals = ", ".join(f"{mode} {_format_bytes(estimate.total)}" for mode, estimate in estimates.items())
     return f"a trainer, by gradient_checkpointing: {totals}; the first that fits is taken"
 

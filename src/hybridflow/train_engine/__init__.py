@@ -2,14 +2,14 @@
 step a mini-batch, exact resume."""
 
 from hybridflow.train_engine.backends import Backend, describe_devices, find_versions, get_available_backends
-from hybridflow.train_engine.building import build_workload, expect_rows
+from hybridflow.train_engine.building import build_workload, estimate_row_memory
 from hybridflow.train_engine.engine import NonFiniteError, TrainEngine
 from hybridflow.train_engine.logprobs import compute_batch_logprobs
 from hybridflow.train_engine.memory import (
-    PLAIN_ROWS,
+    PLAIN_ROW_MEMORY,
     MemoryEstimate,
     OutOfMemoryError,
-    SampledRows,
+    RowMemory,
     Workload,
     compute_memory,
     plan_checkpointing,
@@ -25,7 +25,7 @@ from hybridflow.train_engine.sharding import compute_box
 from hybridflow.train_engine.tensor_parallel import check_tensor_parallel
 
 __all__ = [
-    "PLAIN_ROWS",
+    "PLAIN_ROW_MEMORY",
     "Backend",
     "DriftError",
     "Layout",
@@ -37,7 +37,7 @@ __all__ = [
     "OutOfMemoryError",
     "ParallelConfig",
     "Ranks",
-    "SampledRows",
+    "RowMemory",
     "ScheduleSettings",
     "TrainEngine",
     "TrainSettings",
@@ -52,7 +52,7 @@ __all__ = [
     "compute_model_work",
     "compute_row_costs",
     "describe_devices",
-    "expect_rows",
+    "estimate_row_memory",
     "find_versions",
     "get_available_backends",
     "join_ranks",

@@ -7,7 +7,7 @@ import torch
 from hybridflow.models import LanguageModel, apply_lora, has_adapter
 from hybridflow.train_engine.backends import apply_liger, check_precision
 from hybridflow.train_engine.layers import TrainLayers, resolve_layers
-from hybridflow.train_engine.memory import ModelShape, SampledRows, Workload, read_budget, read_shape
+from hybridflow.train_engine.memory import ModelShape, RowMemory, Workload, read_budget, read_shape
 from hybridflow.train_engine.mesh import Layout, Mesh
 from hybridflow.train_engine.segments import estimate_keys_per_token
 from hybridflow.train_engine.settings import TrainSettings, resolve_sharing
@@ -39,7 +39,7 @@ def apply_settings(model: LanguageModel, settings: TrainSettings, mesh: Mesh, se
     return partial
 
 
-def build_layers(model: LanguageModel, settings: TrainSettings, mesh: Mesh, rows: SampledRows) -> TrainLayers:
+def build_layers(model: LanguageModel, settings: TrainSettings, mesh: Mesh, expected: RowMemory) -> TrainLayers:
     """How the decoder layers run in training; the same on all ranks, which share each pass. A collective."""
     trained = sum(weight.numel() for weight in model.module.parameters() if weight.requires_grad)
     workload = build_workload(
@@ -49,7 +49,8 @@ def build_layers(model: LanguageModel, settings: TrainSettings, mesh: Mesh, rows
         model.dtype,
         trained if has_adapter(model) else None,
         on_gpu=model.device.type == "cuda",
-        rows=rows,
+        exact=model.numerics == "exact",
+        expected=expected,
     )
     budget_bytes = int(min(numbers[0] for numbers in mesh.world.gather([read_budget(model.device)])))
     mode = resolve_layers(
@@ -71,7 +72,8 @@ def build_workload(
     trained_weights: int | None,
     *,
     on_gpu: bool,
-    rows: SampledRows,
+    exact: bool,
+    expected: RowMemory,
 ) -> Workload:
     """What one rank of the layout has to hold and to run; the other arguments as of `Workload`."""
     return Workload(
@@ -85,19 +87,20 @@ def build_workload(
         trained_weights=trained_weights,
         on_host=settings.offload,
         on_gpu=on_gpu,
-        rows=rows,
+        exact=exact,
+        expected=expected,
     )
 
 
-def expect_rows(
+def estimate_row_memory(
     settings: TrainSettings, numerics: Numerics, sampling: SamplingParams, prompt_tokens: int | None
-) -> SampledRows:
-    """What rows drawn in this way take, if responses are as long as they may be, and prompts too.
+) -> RowMemory:
+    """What rows drawn in this way take, if responses are as long as they may be, prompts too, and attention serves rows that share them.
 
     prompt_tokens: of the longest prompt; None takes those of the longest response.
     """
     if not resolve_sharing(settings.share_prompts, exact=numerics == "exact", served=True):
-        return SampledRows(sampling.shaping)
+        return RowMemory(sampling.shaping)
     most = sampling.max_new_tokens
     lengths = (prompt_tokens or most, most, settings.micro_batch_tokens)
-    return SampledRows(sampling.shaping, estimate_keys_per_token(sampling.samples_per_prompt, *lengths))
+    return RowMemory(sampling.shaping, estimate_keys_per_token(sampling.samples_per_prompt, *lengths))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from hybridflow.train_engine.logprobs import (
     find_ranks_in_step,
 )
 from hybridflow.train_engine.loss_totals import LossTotals
-from hybridflow.train_engine.memory import PLAIN_ROWS, SampledRows
+from hybridflow.train_engine.memory import PLAIN_ROW_MEMORY, RowMemory
 from hybridflow.train_engine.mesh import build_mesh, plan_layout
 from hybridflow.train_engine.optimizer import AdamW
 from hybridflow.train_engine.packing import (
@@ -91,7 +92,7 @@ class TrainEngine:
            checksum of the weights before the step). Where no token counts, the first alone. Numbers of the host travel by the host, and
            the device is waited for once a step, as alone.
     seed:  draws a new adapter.
-    rows:  what is expected of them, for the memory estimate alone.
+    expected: what rows will take beside their tokens, for the memory estimate alone; where prompts are not shared, no copies of keys.
 
     Determinism: with the same rows in the same order on the same layout of ranks, the same settings and the same number of
     threads, every number is bit-equal on the CPU: micro-batches, their order and the order of all sums follow from the rows'
@@ -107,7 +108,7 @@ class TrainEngine:
         ranks: Ranks = ALONE,
         *,
         seed: int = 0,
-        rows: SampledRows = PLAIN_ROWS,
+        expected: RowMemory = PLAIN_ROW_MEMORY,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -118,12 +119,13 @@ class TrainEngine:
             None if settings.lora is None else (resolve_lora(settings.lora).scale, compute_base_checksum(model))
         )
         self._partial = apply_settings(model, settings, self.mesh, seed)
-        self.layers = build_layers(model, settings, self.mesh, rows)
-        parameters = {plain_name(name): weight for name, weight in model.module.named_parameters()}
-        self.optimizer = AdamW(parameters, settings.optimizer, self.mesh, on_host=settings.offload == "optimizer")
         self._shares_prompts = resolve_sharing(
             settings.share_prompts, exact=model.numerics == "exact", served=model.shares_keys
         )
+        expected = expected if self._shares_prompts else replace(expected, keys_per_token=1.0)
+        self.layers = build_layers(model, settings, self.mesh, expected)
+        parameters = {plain_name(name): weight for name, weight in model.module.named_parameters()}
+        self.optimizer = AdamW(parameters, settings.optimizer, self.mesh, on_host=settings.offload == "optimizer")
         self._steps_taken = 0
         self._skipped_in_a_row = 0
 

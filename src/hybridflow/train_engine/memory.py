@@ -91,8 +91,8 @@ class LayerMode:
 
 
 @dataclass(frozen=True)
-class SampledRows:
-    """What of a rollout's rows takes memory beside their tokens, e.g. `SampledRows(Shaping(1.1), keys_per_token=1.5)`.
+class RowMemory:
+    """What rows take memory for beside their tokens, e.g. `RowMemory(Shaping(1.1), keys_per_token=1.5)`.
 
     shaping:        of their distributions, which the head computes.
     keys_per_token: keys, each with its value, that attention holds for a token that is computed: above 1 where prompts are shared.
@@ -102,7 +102,7 @@ class SampledRows:
     keys_per_token: float = 1.0
 
 
-PLAIN_ROWS = SampledRows()
+PLAIN_ROW_MEMORY = RowMemory()
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ class Workload:
     trained_weights:    how many train; None: all. The others (the base under LoRA) have neither gradient nor optimizer.
     on_host:            what waits in the host's memory: `optimizer` moments and masters, `parameters` shards and gradients too.
     on_gpu:             where the passes run.
-    rows:               what goes through the model.
+    exact:              numerics.
+    expected:           what the rows take beside their tokens.
     """
 
     shape: ModelShape
@@ -129,7 +130,8 @@ class Workload:
     trained_weights: int | None = None
     on_host: Literal["none", "optimizer", "parameters"] = "none"
     on_gpu: bool = True
-    rows: SampledRows = PLAIN_ROWS
+    exact: bool = False
+    expected: RowMemory = PLAIN_ROW_MEMORY
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ def compute_memory(workload: Workload, mode: LayerMode) -> MemoryEstimate:
     layer = tokens * compute_layer_bytes(workload, replace(mode, checkpointing="none"))
     head = compute_head_bytes(
         tokens, shape.vocab_size // workload.tensor, shape.hidden_size, workload.dtype,
-        on_gpu=workload.on_gpu, trains=workload.trained_weights is None, shaping=workload.rows.shaping,
+        on_gpu=workload.on_gpu, trains=workload.trained_weights is None, exact=workload.exact, shaping=workload.expected.shaping,
     )  # fmt: skip
     return MemoryEstimate(
         **_compute_fixed(workload),
@@ -222,7 +224,7 @@ def compute_layer_bytes(workload: Workload, mode: LayerMode) -> int:
     log_sums = 4 * shape.num_heads // workload.tensor
     if mode.checkpointing == "selective":
         return size * (3 * hidden + 2 * queries + 2 * keys + 2 * inner) + log_sums
-    copies = int(size * 2 * keys * (workload.rows.keys_per_token - 1))
+    copies = int(size * 2 * keys * (workload.expected.keys_per_token - 1))
     if mode.compiled:
         return size * (4 * hidden + 3 * queries + 3 * keys + 3 * inner) + log_sums + copies
     normed = shape.num_norms * hidden
