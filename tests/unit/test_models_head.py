@@ -386,6 +386,8 @@ SAID = [
     *itertools.product([(32000, 200), (32000, 240)], BOTH, TYPES, (UNSHAPED, *SHAPINGS[:2])),
     *itertools.product([(2048, 1000)], BOTH, TYPES, (UNSHAPED, *SHAPINGS)),
     ((2048, 1000), False, torch.float64, UNSHAPED),
+    # Two chunks, of which one is held at a time.
+    *itertools.product([(32000, 2500)], [False], TYPES, [UNSHAPED]),
 ]
 
 
