@@ -82,7 +82,9 @@ def test_a_run_leaves_its_files(place: Path) -> None:
     assert json.loads((run / "environment.json").read_text())["versions"]["torch"]
     phases = [json.loads(line) for line in (run / "phases.jsonl").read_text().splitlines()]
     assert {(line["step"], line["phase"]) for line in phases} >= {(1, "update"), (2, "update")}
-    assert not any("notes" in span for line in phases for span in line["spans"])
+    updates = [span for line in phases for span in line["spans"] if span["verb"] == "update"]
+    assert [span["notes"]["hybrid/bytes_moved"] for span in updates] == [0, 0]
+    assert not any("notes" in span for line in phases for span in line["spans"] if span["verb"] != "update")
 
 
 def test_rl_goes_on_from_sft_and_the_rest_works_on_its_result(place: Path) -> None:
