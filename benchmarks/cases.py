@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import math
 import sys
 import traceback
 from collections.abc import Callable, Collection
@@ -19,19 +20,41 @@ FAILURES = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, As
 Case = TypeVar("Case")
 
 
+def one_of(default: str, *others: str) -> Any:
+    """The field of a case that is one of these."""
+    return dataclasses.field(default=default, metadata={"choices": dict.fromkeys((default, *others))})
+
+
 def parse_case(kind: type[Case], text: str) -> Case:
     """Settings from `key=value,key=value`, in the types of their defaults; what is not named keeps its default.
 
-    kind: a dataclass, every field with a default that is a number or a string.
+    kind: a dataclass, every field with a default that is a number, a string, or `one_of` several.
     """
-    kinds = {field.name: type(field.default) for field in dataclasses.fields(kind)}
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     pairs = [word.split("=", 1) for word in text.split(",")] if text else []
     for name, *value in pairs:
-        if name not in kinds or not value:
+        if name not in fields or not value:
             raise SystemExit(
-                f"{text}: '{'='.join([name, *value])}' is no setting; write key=value of {', '.join(kinds)}"
+                f"{text}: '{'='.join([name, *value])}' is no setting; write key=value of {', '.join(fields)}"
             )
-    return kind(**{name: kinds[name](value) for name, value in pairs})
+    return kind(**{name: _read_value(fields[name], value, text) for name, value in pairs})
+
+
+def _read_value(field: dataclasses.Field[Any], value: str, text: str) -> Any:
+    """What a setting's text says, by its default."""
+    choices = field.metadata.get("choices")
+    if choices and value not in choices:
+        raise SystemExit(f"{text}: {field.name}={value} is none of {', '.join(choices)}; write one of them")
+    if isinstance(field.default, str):
+        return value
+    try:
+        number = type(field.default)(value)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        wanted = "a number" if isinstance(field.default, float) else "a whole number"
+        raise SystemExit(f"{text}: {field.name}={value} is not {wanted} from 0 up; write one, such as {field.default}")
+    return number
 
 
 def parse_cases(kind: type[Case]) -> list[Case]:
@@ -56,6 +79,17 @@ def list_given(case: Any, always: Collection[str] = ()) -> dict[str, Any]:
         for field in dataclasses.fields(case)
         if (value := getattr(case, field.name)) != field.default or field.name in always
     }
+
+
+def split_words(name: str, text: str, among: Collection[str]) -> list[str]:
+    """The words of a setting that is several of these, `one+another`."""
+    words = text.split("+")
+    for word in words:
+        if word not in among:
+            raise SystemExit(
+                f"{name}={text}: '{word}' is none of {', '.join(among)}; write one or several, with + between"
+            )
+    return words
 
 
 def print_line(values: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import parse_case, print_case
+from cases import one_of, parse_case, print_case
 from shapes import (
     BANDWIDTH,
     PRODUCT_FLOPS,
@@ -45,8 +45,8 @@ WARM_UP_TOKENS = 16
 class Case:
     """One measurement; see the module."""
 
-    side: str = "hybridflow"
-    shape: str = "qwen3-0.6b"
+    side: str = one_of("hybridflow", "vllm", "transformers", "continuous")
+    shape: str = one_of("qwen3-0.6b", *SHAPES)
     rows: int = 256
     samples: int = 1
     prompt: str = "128"

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing
-from cases import list_given, parse_cases, print_line
+from cases import list_given, parse_cases, print_line, split_words
 from decode import Case, build_call, build_settings, draw_lengths, limit_rows, time_calls
 from shapes import build_model
 
@@ -32,6 +32,7 @@ from hybridflow.train_engine import join_ranks
 
 ON_GPU = torch.cuda.is_available()
 TIMEOUT_S = 300.0
+DEGREES = "1", "2", "4", "8"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def main() -> None:
     """Runs the cases."""
     for run in parse_cases(Run):
         first: dict[str, Any] = {}
-        for degree in map(int, run.degrees.split("+")):
+        for degree in map(int, split_words("degrees", run.degrees, DEGREES)):
             told = measure(run, degree)
             first = first or told
             same = [a[1] - b[1] for a, b in zip(told["first"], first["first"], strict=True) if a[0] == b[0]]

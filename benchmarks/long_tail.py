@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from cases import parse_cases, print_case
+from cases import one_of, parse_cases, print_case
 from decode import limit_rows
-from shapes import build_model, draw_prompts
+from shapes import SHAPES, build_model, draw_prompts
 from timing import DEVICE, time_call
 
 
@@ -26,8 +26,7 @@ from timing import DEVICE, time_call
 class Case:
     """One measurement; see the module."""
 
-    side: str = "hybridflow"
-    shape: str = "qwen2.5-0.5b"
+    shape: str = one_of("qwen2.5-0.5b", *SHAPES)
     rows: int = 48
     seats: int = 12
     prompt: int = 16

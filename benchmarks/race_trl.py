@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import list_given, parse_cases, print_line
+from cases import list_given, one_of, parse_cases, print_line
 from race_reward import digits
 from trl_steps import build_watch, time_trl_steps
 
@@ -61,8 +61,8 @@ class Case:
     group:         TRL's SFT puts rows of like length together.
     """
 
-    side: str = "race"
-    task: str = "grpo"
+    side: str = one_of("race", "hybridflow", "trl")
+    task: str = one_of("grpo", "sft")
     model: str = "quickstart"
     data: str = ""
     work: str = ""

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import parse_case, print_case
-from shapes import build_model, build_module, draw_prompts
+from cases import one_of, parse_case, print_case
+from shapes import SHAPES, build_model, build_module, draw_prompts
 from step_profile import cover
 from timing import DEVICE, read_peak_bytes, time_call, wait
 from trl_steps import time_trl_steps
@@ -33,8 +33,8 @@ from trl_steps import time_trl_steps
 class Case:
     """One measurement; see the module."""
 
-    side: str = "hybridflow"
-    shape: str = "qwen2.5-0.5b"
+    side: str = one_of("hybridflow", "trl")
+    shape: str = one_of("qwen2.5-0.5b", *SHAPES)
     prompts: int = 64
     samples: int = 8
     prompt: int = 256

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
-from cases import free_memory, list_given, parse_cases, print_line
+from cases import free_memory, list_given, one_of, parse_cases, print_line
 from shapes import PEAK_FLOPS, SHAPES, build_model, compute_step_flops, plan_lengths
 from step_profile import print_profile
 from timing import read_peak_bytes, time_call, wait
@@ -37,7 +37,7 @@ class Case:
     """One measurement; see the module."""
 
     gpus: int = 1
-    shape: str = "qwen2.5-1.5b"
+    shape: str = one_of("qwen2.5-1.5b", *SHAPES)
     rows: str = "4096"
     budget: int = 32768
     step_tokens: int = 65536

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import parse_cases, parse_whole_line, print_case
+from cases import one_of, parse_cases, parse_whole_line, print_case
 from shapes import PEAK_FLOPS, SHAPES, build_model, build_module, compute_step_flops, plan_lengths
 from timing import DEVICE, read_peak_bytes, time_call, wait
 from trl_steps import build_watch
@@ -33,8 +33,8 @@ WARM_UP_STEPS = 2
 class Case:
     """One measurement; see the module."""
 
-    side: str = "hybridflow"
-    shape: str = "qwen3-0.6b"
+    side: str = one_of("hybridflow", "trl", "transformers")
+    shape: str = one_of("qwen3-0.6b", *SHAPES)
     rows: str = "8192"
     budget: int = 32768
     step_tokens: int = 131072

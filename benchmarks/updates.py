@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing
-from cases import parse_whole_line, print_line
+from cases import one_of, parse_whole_line, print_line
 from shapes import SHAPES, draw_prompts
 
 from hybridflow.algorithms import SFTLoss, keep_all
@@ -51,8 +51,8 @@ class Case:
     """What is measured; see the module."""
 
     gpus: int = 1
-    shape: str = "qwen3-0.6b"
-    engine: str = "native"
+    shape: str = one_of("qwen3-0.6b", *SHAPES)
+    engine: str = one_of("native", "vllm")
     updates: int = 50
     rows: int = 256
     prompt: int = 128
@@ -64,6 +64,11 @@ class Case:
 def main() -> None:
     """Starts the ranks."""
     case = parse_whole_line(Case)
+    if case.updates < 2 or case.rows < 4 or case.gpus < 1:
+        raise SystemExit(
+            f"updates={case.updates}, rows={case.rows}, gpus={case.gpus}: the first probe comes with the second update, and a prompt has 4 "
+            "rows; write at least 2 updates, 4 rows and 1 GPU"
+        )
     with tempfile.TemporaryDirectory() as directory:
         build_character_tokenizer("0123456789").save_pretrained(f"{directory}/tokenizer")
         torch.multiprocessing.spawn(run_rank, (case, directory), nprocs=case.gpus)
@@ -137,7 +142,7 @@ def follow(worker: actor_worker.ActorWorker, case: Case, device: torch.device) -
     rng = np.random.default_rng(worker.ranks.rank)
     sampling = SamplingParams(max_new_tokens=case.response, samples_per_prompt=4, ignore_eos=True)
     found: dict[str, list[float]] = {"stale": [], "memory": [], "reserved": [], "seconds": []}
-    shares = actor_worker.shares_weights(worker.train_engine.mesh.layout, worker._spec.rollout)
+    shares = actor_worker.shares_weights(worker.train_engine.mesh.layout, RolloutSettings(engine=case.engine))
     bring = worker.before_rollout if shares else worker.refresh
     for step in range(case.updates):
         started_s = time.perf_counter()

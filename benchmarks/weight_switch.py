@@ -28,8 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from cases import free_memory, parse_whole_line, print_line
-from shapes import build_model, build_module
+from cases import free_memory, one_of, parse_whole_line, print_line, split_words
+from shapes import SHAPES, build_model, build_module
 from timing import time_call
 from torch import Tensor
 
@@ -58,7 +58,7 @@ class Run:
     """What is measured; see the module."""
 
     gpus: int = 2
-    shape: str = "qwen2.5-7b"
+    shape: str = one_of("qwen2.5-7b", *SHAPES)
     cases: str = "replicas+messages+tensor+engine+same"
     bucket_mib: int = 512
     rounds: int = 7
@@ -84,6 +84,7 @@ class Here:
 def main() -> None:
     """Starts the ranks."""
     run = parse_whole_line(Run)
+    split_words("cases", run.cases, CASES)
     with tempfile.TemporaryDirectory() as directory:
         torch.multiprocessing.spawn(run_rank, (run, f"file://{directory}/meet"), nprocs=run.gpus)
 

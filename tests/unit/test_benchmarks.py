@@ -76,5 +76,27 @@ def test_a_case_says_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> N
     case = cases.parse_case(long_tail.Case, "rows=3,shape=tiny")
     assert (case.rows, case.seats, cases.list_given(case)) == (3, 12, {"shape": "tiny", "rows": 3})
     for text in ("rowz=3", "rows"):
-        with pytest.raises(SystemExit, match=f"'{text}' is no setting; write key=value of side, shape, rows"):
+        with pytest.raises(SystemExit, match=f"'{text}' is no setting; write key=value of shape, rows, seats"):
             cases.parse_case(long_tail.Case, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "sentence"),
+    [
+        ("updates", ["gpus=x"], "gpus=x: gpus=x is not a whole number from 0 up; write one, such as 1"),
+        ("updates", ["rows=8", "gpus=-1"], "rows=8,gpus=-1: gpus=-1 is not a whole number from 0 up; write one, such as 1"),
+        ("updates", ["shape=nix"], "shape=nix: shape=nix is none of qwen3-0.6b, qwen2.5-0.5b, .*, tiny; write one of them"),
+        ("updates", ["updates=1"], "updates=1, rows=256, gpus=1: the first probe comes with the second update, .*; write at least 2"),
+        ("decode", ["temperature=nan"], "temperature=nan: temperature=nan is not a number from 0 up; write one, such as 1.0"),
+        ("rl_step", ["side=ours"], "side=ours: side=ours is none of hybridflow, trl; write one of them"),
+        ("weight_switch", ["cases=same+nix"], "cases=same\\+nix: 'nix' is none of replicas, .*; write one or several"),
+        ("decode_tensor", ["degrees=1+x"], "degrees=1\\+x: 'x' is none of 1, 2, 4, 8; write one or several"),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_is_one_sentence(
+    name: str, words: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr("sys.argv", [f"{name}.py", *words])
+    with pytest.raises(SystemExit, match=sentence):
+        importlib.import_module(name).main()
