@@ -119,15 +119,28 @@ def test_the_two_trainers_share_the_work(split: str) -> None:
 def test_the_trace_says_what_each_switch_moved(local: str, split: str) -> None:
     own = [span["notes"] for span in iter_spans(local) if span["verb"] == "update"]
     assert [notes["hybrid/bytes_moved"] for notes in own] == [0] * STEPS
-    spans = iter_spans(split)
-    sent = [span["notes"]["hybrid/bytes_moved"] for span in spans if span["verb"] == "push_weights"]
-    taken = [span["notes"]["hybrid/bytes_moved"] for span in spans if span["verb"] == "pull_weights"]
-    assert sum(sent) == sum(taken) > 0
     told = [line["hybrid/bytes_moved"] for line in read_lines(Path(split) / "metrics.jsonl")]
-    moved = sum(sent) / STEPS
-    # Metrics tell a switch with the update after it, so that the last one stands in the trace alone.
-    assert len(sent) == 2 * STEPS and told == [0, *[moved] * (STEPS - 1)]
-    assert all(span["notes"]["hybrid/memory_before_bytes"] > 0 for span in spans if span["verb"] == "pull_weights")
+    straight = 0
+    for step in range(1, STEPS + 1):
+        spans = [span for span in iter_spans(split) if span["step"] == step]
+        sent, taken = (notes_of(spans, verb) for verb in ("push_weights", "pull_weights"))
+        if len([span for span in spans if span["verb"] == "expect_weights"]) < 2:
+            # A generator that has not started yet cannot be met: this version goes through the object store.
+            assert not any(sent + taken)
+            continue
+        straight += 1
+        assert len(sent) == len(taken) == 2
+        moved = sum(notes["hybrid/bytes_moved"] for notes in sent)
+        assert moved == sum(notes["hybrid/bytes_moved"] for notes in taken) > 0
+        assert all(notes["hybrid/memory_before_bytes"] > 0 for notes in taken)
+        # Metrics tell a switch with the update after it, so that the last one stands in the trace alone.
+        assert step == STEPS or told[step] == moved
+    assert straight and told[0] == 0
+
+
+def notes_of(spans: list[dict[str, Any]], verb: str) -> list[dict[str, float]]:
+    """What the spans of a verb tell beside their seconds, nothing where they have no notes."""
+    return [span.get("notes", {}) for span in spans if span["verb"] == verb]
 
 
 def iter_spans(run: str) -> list[dict[str, Any]]:
