@@ -121,9 +121,10 @@ FAULTS = (
           "PolicyLoss(**terms, temperature=sampling.temperature", "PolicyLoss(**terms, temperature=1.0",
           PAPER + "temperature_is_that_of_the_sampling_and_above_zero"),
     Fault(8, "the rollout's log-probabilities are those before the temperature", "rollout/native/seats.py",
-          "    # Both numbers are exact in float64",
-          "    logprobs_B = (logits_BV * sampling.temperature).log_softmax(-1).gather(1, tokens_B[:, None])[:, 0]\n"
-          "    # Both numbers are exact in float64",
+          "    return to_host(sample_tokens(logits_BV, uniforms_B, sampling.shaping, exact=head.exact))",
+          "    drawn = sample_tokens(logits_BV, uniforms_B, sampling.shaping, exact=head.exact)\n"
+          "    whole_BV = (logits_BV * sampling.temperature).log_softmax(-1)\n"
+          "    return to_host(drawn._replace(logprobs=whole_BV.gather(1, drawn.tokens[:, None])[:, 0]))",
           ROLLOUT + "the_trainer_computes_the_very_same_logprobs_in_exact_mode"),
     Fault(8, "slots that pad a row are attended to while decoding", "models/attention_padded.py",
           "mask = _visible(query_positions, key_positions, window)", "mask = key_positions > query_positions - 10**6",
@@ -134,6 +135,14 @@ FAULTS = (
     Fault(8, "the update leaves top-p and the other filters of sampling out", ENGINE,
           "build_shaped(rows, packed, loss.shaping, device)", "build_shaped(rows, packed, UNSHAPED, device)",
           "unit/test_rollout_logprobs.py::test_the_first_update_after_a_rollout_has_a_ratio_of_one"),
+    Fault(8, "the trainer asks the rules of the cut again, and rounding answers otherwise", "models/head_shaping.py",
+          "return keep_most_likely(logits_CV, self.kept_M[chunk], targets_M[chunk], most=self.most_kept)",
+          "cut_CV = cut_logits(logits_CV, self.shaping)\n"
+          "        return cut_CV.scatter(1, targets_M[chunk, None], logits_CV.gather(1, targets_M[chunk, None]))",
+          "unit/test_rollout_logprobs.py::test_a_trainer_of_other_rounding_computes_no_jump_at_the_border"),
+    Fault(8, "the trainer keeps one token more than the rollout", "models/head_shaping.py",
+          "rank_K >= others_S1)", "rank_K > others_S1)",
+          "unit/test_rollout_logprobs.py::test_the_trainer_computes_what_the_rollout_records"),
     Fault(8, "a learning rate of 0 is taken for one that is not set", ENGINE,
           "self.settings.optimizer.lr, self.settings.schedule", "self.settings.optimizer.lr or 1e-6, self.settings.schedule",
           UPDATE + "lr_zero_keeps_weights_bit_equal_and_the_ratio_at_one"),

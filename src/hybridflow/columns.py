@@ -28,6 +28,7 @@ COLUMN_TYPES: Mapping[str, pa.DataType] = {
     "tokens": _IDS,
     "loss_mask": pa.list_(pa.uint8()),
     "rollout_logprobs": _FLOATS,
+    "kept_counts": _IDS,
     "trainer_logprobs": _FLOATS,
     "ref_logprobs": _FLOATS,
     "advantages": _FLOATS,
@@ -38,7 +39,7 @@ COLUMN_TYPES: Mapping[str, pa.DataType] = {
 """The columns the framework speaks of, of this type in every Batch; others (an `answer`) keep what they came with."""
 REWARD_COMPONENT = "reward/"
 """Prefix of the columns, and so of the metrics, of what each of several rewards gave: float64, NaN for nothing."""
-PER_TOKEN = ("loss_mask", "rollout_logprobs", "trainer_logprobs", "ref_logprobs", "advantages")
+PER_TOKEN = ("loss_mask", "rollout_logprobs", "kept_counts", "trainer_logprobs", "ref_logprobs", "advantages")
 """Columns that have the length of `tokens` in every row."""
 _NULLABLE = ("reward", "reward_error", "rollout_error")
 

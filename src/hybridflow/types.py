@@ -109,6 +109,11 @@ class SamplingParams:
         """What is changed beside the temperature."""
         return Shaping(self.repetition_penalty, self.min_p, self.top_k, self.top_p)
 
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens are drawn, and not from all."""
+        return self.temperature > 0 and self.shaping.cuts
+
     def keyed_by(self, seed: int) -> SamplingParams:
         """The same with the run's seed, unless it has one of its own."""
         return self if self.seed else replace(self, seed=seed)

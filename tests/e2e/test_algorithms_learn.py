@@ -130,8 +130,9 @@ def test_an_advantage_function_and_rewards_of_ones_own_by_file(
     [
         ("sampling.repetition_penalty=1.3", "train.share_prompts=true"),
         ("sampling.repetition_penalty=0.8", "sampling.min_p=0.05", "sampling.top_p=0.9", "numerics=exact"),
+        ("sampling.min_p=0.01", "sampling.top_k=30", "sampling.top_p=0.9", "train.share_prompts=true"),
     ],
-    ids=["penalty", "all, exact"],
+    ids=["penalty", "all, exact", "cut"],
 )
 def test_shaped_samples_train_at_a_ratio_of_one(
     learn: Callable[..., list[dict[str, Any]]], shaping: tuple[str, ...]

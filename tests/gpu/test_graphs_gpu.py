@@ -131,21 +131,25 @@ def test_every_way_of_sampling_and_stopping(
     assert np.mean(texts) >= 0.9
 
 
-def test_a_penalty_comes_and_goes_between_calls_and_is_the_trainers(
-    tokenizer: PreTrainedTokenizerFast, prompts: Batch
+@pytest.mark.parametrize(
+    "shape",
+    [{"repetition_penalty": 1.4}, {"top_p": 0.9, "min_p": 0.02}, {"top_k": 30, "repetition_penalty": 0.9}],
+    ids=str,
+)
+def test_a_shape_comes_and_goes_between_calls_and_is_the_trainers(
+    shape: dict[str, Any], tokenizer: PreTrainedTokenizerFast, prompts: Batch
 ) -> None:
     from hybridflow.train_engine.logprobs import compute_batch_logprobs
 
     model = build_model()
     engine = NativeEngine(model, tokenizer, NativeSettings(max_sequences=12))
     plain = engine.generate(prompts, SAMPLING, step=3)
-    penalised = dataclasses.replace(SAMPLING, repetition_penalty=1.4)
+    shaped = dataclasses.replace(SAMPLING, **shape)
     for _ in range(2):
-        found = engine.generate(prompts, penalised, step=3)
-        compare(found, build_slow(model, tokenizer).generate(prompts, penalised, step=3))
-        scores = compute_batch_logprobs(
-            model, found, temperature=0.9, micro_batch_tokens=4096, shaping=penalised.shaping
-        )
+        found = engine.generate(prompts, shaped, step=3)
+        compare(found, build_slow(model, tokenizer).generate(prompts, shaped, step=3))
+        assert ("kept_counts" in found) == shaped.cuts
+        scores = compute_batch_logprobs(model, found, temperature=0.9, micro_batch_tokens=4096, shaping=shaped.shaping)
         gaps = np.abs(np.concatenate(scores) - np.concatenate(found.arrays("rollout_logprobs")))
         assert gaps.max() < 1e-3 and sum(map(np.count_nonzero, scores)) > 1000
         compare(engine.generate(prompts, SAMPLING, step=3), plain)

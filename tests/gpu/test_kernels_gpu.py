@@ -279,7 +279,7 @@ def test_draws_are_those_of_the_sampler(dtype, vocab, temperature, logit_scale, 
     logp = reference.log_probabilities(raw, logit_scale, softcap, temperature)
     reference.check_draws(tokens, uniforms, logp, 1e-6)
     logits = scale_logits(raw, logit_scale, softcap, temperature)
-    theirs, their_logprobs = sample_tokens(logits, uniforms)
+    theirs, their_logprobs, _ = sample_tokens(logits, uniforms)
     assert (theirs == tokens).float().mean() >= 0.99
     assert (logprobs - their_logprobs)[theirs == tokens].abs().max() < 1e-4
     expected = logp.gather(1, tokens.cpu()[:, None])[:, 0]

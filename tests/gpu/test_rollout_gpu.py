@@ -100,8 +100,8 @@ def test_sampler_agrees_with_the_cpu(top_k, top_p):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 50_000, generator=generator) * 3
     uniforms = torch.rand(64, dtype=torch.float64, generator=generator)
-    tokens, logprobs = sample_tokens(logits.cuda(), uniforms.cuda(), Shaping(top_k=top_k, top_p=top_p))
-    expected_tokens, expected_logprobs = sample_tokens(logits, uniforms, Shaping(top_k=top_k, top_p=top_p))
+    tokens, logprobs, _ = sample_tokens(logits.cuda(), uniforms.cuda(), Shaping(top_k=top_k, top_p=top_p))
+    expected_tokens, expected_logprobs, _ = sample_tokens(logits, uniforms, Shaping(top_k=top_k, top_p=top_p))
     same = tokens.cpu() == expected_tokens
     assert same.float().mean() > 0.95
     torch.testing.assert_close(logprobs.cpu()[same], expected_logprobs[same], atol=1e-4, rtol=0)

@@ -259,11 +259,11 @@ def test_chunked_prefill_and_decoding_give_the_trainers_bits(config, on_kernels)
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.7)])
 def test_a_row_is_drawn_alike_alone_and_among_others(top_k, top_p, on_kernels):
     logits, uniforms = draw(9, 3001) * 3, torch.rand(9, dtype=torch.float64)
-    tokens, logprobs = sample_tokens(logits, uniforms, Shaping(top_k=top_k, top_p=top_p), exact=True)
+    tokens, logprobs, _ = sample_tokens(logits, uniforms, Shaping(top_k=top_k, top_p=top_p), exact=True)
     for i in range(9):
         one = sample_tokens(logits[i : i + 1], uniforms[i : i + 1], Shaping(top_k=top_k, top_p=top_p), exact=True)
         assert one[0] == tokens[i] and one[1] == logprobs[i]
-    plain_tokens, plain_logprobs = sample_tokens(logits, uniforms, Shaping(top_k=top_k, top_p=top_p))
+    plain_tokens, plain_logprobs, _ = sample_tokens(logits, uniforms, Shaping(top_k=top_k, top_p=top_p))
     assert torch.equal(tokens, plain_tokens)
     torch.testing.assert_close(logprobs, plain_logprobs, rtol=0, atol=1e-5)
 

@@ -124,8 +124,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ([*RL, "evaluation.data.files=[nowhere.jsonl]"], "evaluation.data.files: 'nowhere.jsonl' names no file"),
         ([*SFT, "evaluation.data.files=[few.jsonl]"], "reward.function: evaluation.data is given, and nothing says what"),
-        ([*RL, "sampling.top_p=0.9"], "sampling.top_p=0.9: rounding decides which tokens are kept"),
-        ([*RL, "sampling.min_p=0.05", "sampling.top_k=5"], "sampling.min_p=0.05, sampling.top_k=5: rounding decides which"),
+        (
+            [*RL, "sampling.top_p=0.9", "rollout.engine=vllm"],
+            "sampling.top_p=0.9: the trainer needs to know among how many tokens each was drawn, which rollout.engine=vllm does not",
+        ),
+        (
+            [*RL, "sampling.min_p=0.05", "sampling.top_k=5", "rollout.vllm.url=http://127.0.0.1:1"],
+            "sampling.min_p=0.05, sampling.top_k=5: the trainer needs to know among how many tokens each was drawn, which",
+        ),
+        (
+            [*RL, "sampling.top_k=5", "train.parallel_config.tp=2"],
+            "sampling.top_k=5: the trainer needs each distribution whole, and train.parallel_config.tp=2 splits the vocabulary",
+        ),
         ([*RL, "sampling.min_p=1.5"], "sampling.min_p is 1.5 and must be less than or equal to 1; "),
         ([*RL, "sampling.repetition_penalty=0"], "sampling.repetition_penalty is 0 and must be greater than or equal to 0.01; "),
         ([*RL, "sampling.repetition_penalty=1e9"], "sampling.repetition_penalty is 1000000000.0 and must be less than or equal to 100; "),

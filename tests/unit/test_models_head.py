@@ -1,5 +1,6 @@
 """The head against a written-out float64 reference: values, gradients, memory, and the shift by one."""
 
+import dataclasses
 import itertools
 import threading
 import weakref
@@ -401,6 +402,10 @@ def test_the_bytes_a_head_is_said_to_need_are_those_that_live_at_once(
     targets = torch.arange(num_targets)
     starts, ends = torch.zeros_like(targets), 1 + targets % 50
     shaped = None if shaping == UNSHAPED else Shaped(shaping, targets, starts, ends)
+    if shaped is not None and shaping.cuts:
+        # As many as there may be.
+        most = shaping.top_k or vocab_size
+        shaped = dataclasses.replace(shaped, kept_M=torch.full_like(targets, most), most_kept=most)
     with LiveBytes() as live:
         compute_logprobs(hidden, targets, Head(weight, exact=exact), shaped=shaped)[0].sum().backward()
     told = compute_head_bytes(

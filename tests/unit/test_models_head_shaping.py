@@ -1,5 +1,7 @@
 """Log-probabilities of tokens drawn from shaped distributions, and their gradients, against float64 written out token by token."""
 
+import dataclasses
+
 import pytest
 import torch
 from sampling_reference import shape_reference
@@ -28,13 +30,17 @@ def build_case(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     return hidden, weight, torch.tensor([TOKENS[place] for place in PLACES])
 
 
-def build_shaped(shaping: Shaping) -> Shaped:
-    return Shaped(shaping, torch.tensor(TOKENS), torch.tensor(STARTS), torch.tensor(PLACES))
+def build_shaped(shaping: Shaping, kept: list[int] | None = None) -> Shaped:
+    shaped = Shaped(shaping, torch.tensor(TOKENS), torch.tensor(STARTS), torch.tensor(PLACES))
+    if not shaping.cuts:
+        return shaped
+    kept = kept or [2 + at % 5 for at in range(len(PLACES))]
+    return dataclasses.replace(shaped, kept_M=torch.tensor(kept), most_kept=max(kept))
 
 
 def reference(hidden, weight, softcap, temperature, shaping):
-    """(log-probability, entropy) of each target, one after the other."""
-    logprobs, entropies = [], []
+    """(log-probability, entropy) of each target, one after the other, and how many tokens each was among."""
+    logprobs, entropies, kept = [], [], []
     for row, (start, place) in enumerate(zip(STARTS, PLACES, strict=True)):
         logits = [0.5 * (hidden[row] @ weight[token]) for token in range(VOCAB)]
         if softcap is not None:
@@ -42,7 +48,8 @@ def reference(hidden, weight, softcap, temperature, shaping):
         found = shape_reference(logits, TOKENS[start:place], TOKENS[place], temperature, shaping)
         logprobs.append(found[0])
         entropies.append(found[1])
-    return torch.stack(logprobs), torch.stack(entropies)
+        kept.append(found[2])
+    return torch.stack(logprobs), torch.stack(entropies), kept
 
 
 @pytest.mark.parametrize("chunk_tokens", [64, 3])
@@ -52,11 +59,11 @@ def test_values_and_gradients_against_float64(name, softcap, chunk_tokens):
     shaping = SHAPINGS[name]
     hidden, weight, targets = build_case()
     up = torch.linspace(-1.0, 1.5, len(PLACES), dtype=torch.float64)
+    *expected, kept = reference(hidden, weight, softcap, 0.6, shaping)
     found = compute_logprobs(
         hidden, targets, Head(weight, softcap=softcap, logit_scale=0.5), temperature=0.6, with_entropy=True,
-        chunk_tokens=chunk_tokens, shaped=build_shaped(shaping),
+        chunk_tokens=chunk_tokens, shaped=build_shaped(shaping, kept),
     )  # fmt: skip
-    expected = reference(hidden, weight, softcap, 0.6, shaping)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad((up * found[0]).sum() + (up.flip(0) * found[1]).sum(), (hidden, weight))

@@ -113,7 +113,7 @@ def test_what_is_recorded_is_the_distribution_written_out_in_float64(exact_model
             logits = reference(torch.tensor([tokens]), use_cache=False).logits[0].double()
         for t in np.flatnonzero(mask):
             shaping = sampling.shaping
-            expected, _ = shape_reference(list(logits[t - 1]), tokens[:t], tokens[t], sampling.temperature, shaping)
+            expected, *_ = shape_reference(list(logits[t - 1]), tokens[:t], tokens[t], sampling.temperature, shaping)
             assert logprobs[t] == pytest.approx(float(expected), abs=2e-5), (way, t)
 
 
@@ -130,6 +130,30 @@ def test_the_first_update_after_a_rollout_has_a_ratio_of_one(model, tokenizer, p
     metrics = TrainEngine(copy.deepcopy(model), settings).update(batch.with_column("advantages", advantages), loss)
     found = [metrics[f"policy/{name}"].value for name in ("ratio_mean", "ratio_max", "logprob_gap_max")]
     assert found == ([1.0, 1.0, 0.0] if is_exact else pytest.approx([1.0, 1.0, 0.0], abs=1e-5))
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if build_sampling(way).cuts])
+def test_a_trainer_of_other_rounding_computes_no_jump_at_the_border(exact_model, tokenizer, prompts, way):
+    """A rollout on weights that are a little other ones: the trainer is as far from it as where nothing is cut."""
+    sampling = dataclasses.replace(build_sampling(way), samples_per_prompt=100)
+    other, generator = fresh_model(CONFIG, seed=1), torch.Generator().manual_seed(0)
+    for weight in other.module.parameters():
+        weight.data.mul_(1 + 1e-4 * torch.randn(weight.shape, generator=generator))
+    batch = NativeEngine(other, tokenizer).generate(prompts, sampling, step=3)
+    counts, mask = batch.ragged("kept_counts").values.numpy(), batch.ragged("loss_mask").values.numpy() == 1
+    assert counts[mask].min() >= 1 and not counts[~mask].any() and (way == "top-k" or len(set(counts[mask])) > 5)
+    gaps = np.abs(score(exact_model, batch, sampling) - batch.ragged("rollout_logprobs").values.numpy())
+    free = dataclasses.replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
+    uncut = np.abs(score(exact_model, batch, free) - score(other, batch, free))
+    assert 0 < gaps.max() <= 2 * uncut.max()
+
+
+def test_rows_that_do_not_say_among_how_many_tokens_they_were_drawn_are_refused(exact_model, tokenizer, prompts):
+    sampling = build_sampling("top-p")
+    batch = generate(exact_model, tokenizer, prompts, "top-p")
+    row = next(row for row, mask in enumerate(batch.pylist("loss_mask")) if any(mask))
+    with pytest.raises(ValueError, match=rf"row {row}: 'kept_counts' does not say .*top_p=0\.8.*native engine"):
+        score(exact_model, batch.drop(["kept_counts"]), sampling)
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.models import cut_logits
+from hybridflow.models.head_shaping import keep_most_likely
 from hybridflow.rollout.native.sampler import sample_tokens
 from hybridflow.types import Shaping
 
@@ -31,9 +32,11 @@ def test_logprobs_are_those_of_the_cut_distribution(vocab, top_k, top_p, min_p, 
     logits = np.random.default_rng(seed).normal(size=(9, vocab)).astype(np.float32) * 2
     uniforms = np.random.default_rng(seed + 1).random(9)
     shaping = Shaping(min_p=min_p, top_k=top_k, top_p=top_p)
-    tokens, logprobs = sample_tokens(torch.from_numpy(logits), torch.from_numpy(uniforms), shaping)
+    tokens, logprobs, kept = sample_tokens(torch.from_numpy(logits), torch.from_numpy(uniforms), shaping)
+    assert (kept is not None) == shaping.cuts
     for row in range(9):
         expected = reference_distribution(logits[row], top_k, top_p, min_p)
+        assert kept is None or int(kept[row]) == np.count_nonzero(expected)
         cumulative = np.cumsum(expected)
         token = int(tokens[row])
         assert expected[token] > 0
@@ -44,22 +47,22 @@ def test_logprobs_are_those_of_the_cut_distribution(vocab, top_k, top_p, min_p, 
 def test_frequencies_follow_the_distribution():
     logits = torch.tensor([[0.3, -1.0, 2.0, 0.0, -3.0]])
     uniforms = torch.from_numpy((np.arange(100_000) + 0.5) / 100_000)
-    tokens, _ = sample_tokens(logits.expand(len(uniforms), -1), uniforms)
+    tokens, *_ = sample_tokens(logits.expand(len(uniforms), -1), uniforms)
     shares = np.bincount(tokens.numpy(), minlength=5) / len(uniforms)
     assert shares == pytest.approx(logits[0].double().softmax(0).numpy(), abs=2e-5)
 
 
 def test_greedy_takes_the_largest_and_reports_the_whole_distribution():
     logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.0, -1.0]])
-    tokens, logprobs = sample_tokens(logits, None, Shaping(top_k=1, top_p=0.1))
-    assert tokens.tolist() == [1, 0]
+    tokens, logprobs, kept = sample_tokens(logits, None, Shaping(top_k=1, top_p=0.1))
+    assert tokens.tolist() == [1, 0] and kept is None
     assert logprobs.tolist() == pytest.approx(logits.double().log_softmax(-1)[[0, 1], [1, 0]].tolist(), abs=1e-6)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
 def test_ends_of_the_unit_interval_never_leave_the_kept_tokens(uniform):
     logits = torch.tensor([[-5.0, 1.0, 0.5, -5.0]])
-    tokens, logprobs = sample_tokens(logits, torch.tensor([uniform], dtype=torch.float64), Shaping(top_k=2))
+    tokens, logprobs, _ = sample_tokens(logits, torch.tensor([uniform], dtype=torch.float64), Shaping(top_k=2))
     assert tokens.item() == (1 if uniform == 0.0 else 2) and logprobs.isfinite().all()
 
 
@@ -85,15 +88,45 @@ def test_min_p_cuts_before_top_p_and_by_a_share_of_the_greatest_probability():
         assert int(cut_logits(logits, shaping).isfinite().sum()) == count, shaping
 
 
-def test_what_was_drawn_is_kept_whatever_its_probability():
-    logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
-    kept = cut_logits(logits, Shaping(top_k=1), torch.tensor([[0], [1]])).isfinite()
-    assert kept.tolist() == [[True, True, False], [False, True, False]]
+def test_what_was_drawn_is_kept_in_place_of_the_least_likely_of_the_others():
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).expand(5, -1)
+    counts, drawn = torch.tensor([1, 1, 2, 2, 4]), torch.tensor([0, 1, 0, 3, 0])
+    kept = keep_most_likely(logits, counts, drawn, most=4).isfinite()
+    assert kept.int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 0, 0], [0, 1, 0, 1], [1, 1, 1, 1]]
+
+
+def test_of_equal_logits_at_the_border_as_many_are_kept_as_were():
+    logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]])
+    for count in (2, 3, 4):
+        kept = keep_most_likely(logits, torch.tensor([count]), torch.tensor([3]), most=5).isfinite()
+        assert int(kept.sum()) == count and kept[0, [1, 3]].all() and not kept[0, 4]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(2, 60), st.integers(0, 65), st.sampled_from([1.0, 0.95, 0.6, 1e-6]), st.sampled_from([0.0, 0.02, 0.9]),
+    st.sampled_from([0.0, 1e-4, 0.1, 1.0]), st.booleans(), st.integers(0, 2**31),
+)  # fmt: skip
+def test_a_count_says_the_set_and_rounding_moves_no_logprob_by_a_jump(vocab, top_k, top_p, min_p, apart, coarse, seed):
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(7, vocab)) * 2
+    # Coarse logits are often equal, at the border too.
+    logits = torch.from_numpy(np.round(logits * 2) / 2 if coarse else logits)
+    shaping = Shaping(min_p=min_p, top_k=top_k, top_p=top_p)
+    tokens, _, kept = sample_tokens(logits, torch.from_numpy(rng.random(7)), shaping)
+    if kept is None:
+        return
+    cut = cut_logits(logits, shaping)
+    assert torch.equal(keep_most_likely(logits, kept, tokens, most=int(kept.max())), cut)
+    moved = logits + torch.from_numpy(rng.uniform(-apart, apart, logits.shape))
+    found = keep_most_likely(moved, kept, tokens, most=vocab).log_softmax(-1).gather(1, tokens[:, None])
+    recorded = cut.log_softmax(-1).gather(1, tokens[:, None])
+    assert float((found - recorded).abs().max()) <= 2 * apart + 1e-12
 
 
 def test_non_finite_logits_show_as_a_non_finite_logprob_in_their_own_row_only():
     logits = torch.zeros(3, 4)
     logits[1, 2] = float("nan")
-    tokens, logprobs = sample_tokens(logits, torch.full((3,), 0.5, dtype=torch.float64))
+    tokens, logprobs, _ = sample_tokens(logits, torch.full((3,), 0.5, dtype=torch.float64))
     assert logprobs.isfinite().tolist() == [True, False, True]
     assert tokens.max() < 4

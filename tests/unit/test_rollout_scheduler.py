@@ -10,7 +10,7 @@ from hybridflow.rollout.native.prefixes import find_shared_prefixes
 from hybridflow.rollout.native.report import RolloutReport
 from hybridflow.rollout.native.scheduler import Scheduler, plan_num_blocks
 from hybridflow.rollout.native.seats import Seats
-from hybridflow.rollout.native.sequences import Finish, Sequences
+from hybridflow.rollout.native.sequences import Draws, Finish, Sequences
 
 
 class FakeCache:
@@ -50,8 +50,8 @@ class FakeWindow:
     steps: int
     tokens: np.ndarray
 
-    def read(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.tokens, np.zeros(self.tokens.shape, np.float32)
+    def read(self) -> Draws:
+        return Draws(self.tokens, np.zeros(self.tokens.shape, np.float32))
 
 
 class FakeDecoder:
@@ -134,7 +134,7 @@ def simulate(
             riding = step.sequences[: step.num_beside]
             assert (step.counts[: step.num_beside] == 1).all() and np.isin(riding, step.rows).all()
             assert sequences.length[riding].sum() <= beside
-            sequences.append(step.rows, step.rows, np.zeros(len(step.rows)))
+            sequences.append(step.rows, Draws(step.rows, np.zeros(len(step.rows))))
             stops.mark_finished(sequences, step.rows)
             scheduler.postprocess(step.sequences, step.counts, step.rows)
         passes += 1
@@ -209,7 +209,7 @@ def test_a_prompt_is_computed_once_and_its_full_blocks_are_shared():
     scheduler = Scheduler(sequences, 12, 4, 8, 64)
     prefill = scheduler.schedule_prefill()
     assert prefill.sequences.tolist() == [3] and prefill.counts.tolist() == [10] and prefill.rows.tolist() == [0, 1, 2]
-    sequences.append(prefill.rows, np.arange(3), np.zeros(3))
+    sequences.append(prefill.rows, Draws(np.arange(3), np.zeros(3)))
     scheduler.postprocess(prefill.sequences, prefill.counts, prefill.rows)
     assert scheduler.schedule_prefill() is None
     assert scheduler.running.tolist() == [0, 1, 2]
@@ -242,7 +242,7 @@ def test_prompts_that_begin_alike_wait_for_one_and_share_its_blocks():
     scheduler = Scheduler(sequences, 40, 4, 8, 64)
     step = scheduler.schedule_prefill()
     assert step.sequences.tolist() == [4, 7] and step.counts.tolist() == [13, 9]
-    sequences.append(step.rows, np.zeros(2), np.zeros(2))
+    sequences.append(step.rows, Draws(np.zeros(2), np.zeros(2)))
     scheduler.postprocess(step.sequences, step.counts, step.rows)
     step = scheduler.schedule_prefill()
     assert step.sequences.tolist() == [5, 6] and step.starts.tolist() == [8, 8] and step.counts.tolist() == [5, 5]

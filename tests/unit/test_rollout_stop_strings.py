@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hybridflow.rollout.native.sequences import Finish, Sequences
+from hybridflow.rollout.native.sequences import Draws, Finish, Sequences
 from hybridflow.rollout.native.stopping import StopRules
 from hybridflow.types import SamplingParams
 
@@ -74,7 +74,7 @@ def feed(tokenizer: PreTrainedTokenizerFast, response: list[int], strings: tuple
     sequences = Sequences([PROMPT], 1, len(response) + 1, 1000)
     row = np.zeros(1, np.int64)
     for token in response:
-        sequences.append(row, np.array([token]), np.array([-1.0]))
+        sequences.append(row, Draws(np.array([token]), np.array([-1.0])))
         rules.mark_finished(sequences, row)
         if sequences.finish[0] != Finish.NONE:
             break

@@ -4,7 +4,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from hybridflow.config import ConfigError
-from hybridflow.rollout.native.sequences import Finish, Sequences
+from hybridflow.rollout.native.sequences import Draws, Finish, Sequences
 from hybridflow.rollout.native.stopping import StopRules, collect_eos_ids
 from hybridflow.types import SamplingParams
 
@@ -30,7 +30,7 @@ def feed(tokenizer, responses, *, max_new_tokens=20, **sampling) -> tuple[list[s
     sequences = Sequences([PROMPT] * len(responses), 1, max_new_tokens, 100)
     for at in range(max(map(len, responses))):
         rows = np.array([i for i in sequences.unfinished() if at < len(responses[i])], np.int64)
-        sequences.append(rows, np.array([responses[i][at] for i in rows]), np.full(len(rows), -1.0))
+        sequences.append(rows, Draws(np.array([responses[i][at] for i in rows]), np.full(len(rows), -1.0)))
         rules.mark_finished(sequences, rows)
     lengths = sequences.length[: len(responses)] - len(PROMPT)
     texts = rules.decode([sequences.tokens[i, 3 : 3 + n] for i, n in enumerate(lengths)])
@@ -80,7 +80,7 @@ def test_non_finite_logprob_fails_its_row(tokenizer):
     rules = StopRules(SamplingParams(), set(), tokenizer, len(PIECES))
     sequences = Sequences([PROMPT] * 2, 1, 5, 100)
     rows = np.arange(2)
-    sequences.append(rows, np.array([A, A]), np.array([-1.0, np.nan]))
+    sequences.append(rows, Draws(np.array([A, A]), np.array([-1.0, np.nan])))
     rules.mark_finished(sequences, rows)
     assert sequences.finish.tolist() == [Finish.NONE, Finish.FAILED]
 

@@ -11,7 +11,7 @@ from hybridflow.models.adapter_files import (
 from hybridflow.models.attention import Packed, Paged
 from hybridflow.models.head import Head, compute_log_softmax, compute_logits, predicted_positions
 from hybridflow.models.head_logprobs import compute_logprobs
-from hybridflow.models.head_shaping import Shaped, cut_logits, find_seen, penalize_repetition
+from hybridflow.models.head_shaping import Shaped, count_kept, cut_logits, find_seen, penalize_repetition
 from hybridflow.models.kv_cache import BLOCK_SIZE, PagedKVCache
 from hybridflow.models.loading import fresh_model, load_model, load_tokenizer, save_description, save_model
 from hybridflow.models.lora import (
@@ -57,6 +57,7 @@ __all__ = [
     "compute_logits",
     "compute_logprobs",
     "compute_merged",
+    "count_kept",
     "cut_logits",
     "describe_adapter",
     "describe_form",

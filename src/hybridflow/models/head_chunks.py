@@ -127,12 +127,11 @@ def compute_head_bytes(
 
 def _count_softmax_copies(shaping: Shaping) -> float:
     """Of a block's size, in float32, beside its raw logits in softmax passes' backward: log-probabilities, probabilities and gradient, 3;
-    of shaped logits the shaping's graph and gradients, and for top-p without top-k all logits sorted, with sums in float64. Those
-    numbers are what the head's test counts as alive at the peak on a CPU, where a mask is a quarter, and an int64 or float64 is two."""
-    penalizes = shaping.repetition_penalty != 1.0
-    if shaping.top_p < 1.0 and not shaping.top_k:
-        return 9.75 if penalizes else 8.25
-    return 6.25 if penalizes else 3.25 if shaping.cuts else 3.0
+    of shaped logits the shaping's graph and gradients, and for a cut without top-k the order of maybe all logits. Those numbers are what
+    the head's test counts as alive at the peak on a CPU, where a mask is a quarter, and an int64 or float64 is two."""
+    if shaping.repetition_penalty != 1.0:
+        return 6.25
+    return 3.0 if not shaping.cuts else 3.25 if shaping.top_k else 4.25
 
 
 def _count_padded(num_rows: int) -> int:

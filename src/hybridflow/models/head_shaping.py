@@ -21,14 +21,18 @@ class Shaped:
 
     tokens_N:         int64, all rows one after the other.
     starts_M, ends_M: int64; target i came after tokens_N[starts_M[i] : ends_M[i]], at least one.
+    kept_M:           int64, among how many tokens each was drawn; None where sampling cuts none.
+    most_kept:        the most of these.
     """
 
     shaping: Shaping
     tokens_N: Tensor
     starts_M: Tensor
     ends_M: Tensor
+    kept_M: Tensor | None = None
+    most_kept: int = 0
 
-    def shape(self, logits_CV: Tensor, targets_M: Tensor, chunk: slice, *, exact: bool) -> Tensor:
+    def shape(self, logits_CV: Tensor, targets_M: Tensor, chunk: slice) -> Tensor:
         """Logits of the distributions that the targets of a chunk were drawn from. Each target is kept, since it was drawn.
 
         logits_CV: float32 (float64), divided by the temperature.
@@ -36,15 +40,15 @@ class Shaped:
         penalty = self.shaping.repetition_penalty
         if penalty != 1.0:
             logits_CV = penalize_repetition(logits_CV, self._find_seen(chunk, logits_CV.shape[1]), penalty)
-        return cut_logits(logits_CV, self.shaping, targets_M[chunk, None], exact=exact)
+        if self.kept_M is None:
+            return logits_CV
+        return keep_most_likely(logits_CV, self.kept_M[chunk], targets_M[chunk], most=self.most_kept)
 
-    def find_gradient(
-        self, grad_CV: Tensor, logits_CV: Tensor, targets_M: Tensor, chunk: slice, *, exact: bool
-    ) -> Tensor:
+    def find_gradient(self, grad_CV: Tensor, logits_CV: Tensor, targets_M: Tensor, chunk: slice) -> Tensor:
         """Gradient at the logits from the one at the shaped logits; which tokens are kept, and the border at 0, carry none."""
         with torch.enable_grad():
             logits_CV = logits_CV.detach().requires_grad_()
-            shaped_CV = self.shape(logits_CV, targets_M, chunk, exact=exact)
+            shaped_CV = self.shape(logits_CV, targets_M, chunk)
             (found_CV,) = torch.autograd.grad(shaped_CV, logits_CV, grad_CV)
         return found_CV
 
@@ -72,11 +76,9 @@ def penalize_repetition(logits_SV: Tensor, seen_SV: Tensor, penalty: float) -> T
     return torch.where(seen_SV, torch.where(logits_SV > 0, logits_SV / penalty, logits_SV * penalty), logits_SV)
 
 
-def cut_logits(logits_SV: Tensor, shaping: Shaping, drawn_S1: Tensor | None = None, *, exact: bool = False) -> Tensor:
+def cut_logits(logits_SV: Tensor, shaping: Shaping, *, exact: bool = False) -> Tensor:
     """Logits with -inf outside those of at least `min_p` times the greatest probability, outside the `top_k` most likely of them, and, of
     what is left, outside the smallest set reaching `top_p`.
-
-    drawn_S1: [S, 1] int64, tokens that are kept whatever their probability; None keeps no more.
 
     Source: nucleus, Holtzman et al., arXiv:1904.09751; min-p, Nguyen et al., arXiv:2407.01082; in vLLM's order. Differs: tokens equal to
     the last one kept are kept too, so the set does not depend on a sort's order.
@@ -84,10 +86,31 @@ def cut_logits(logits_SV: Tensor, shaping: Shaping, drawn_S1: Tensor | None = No
     if not shaping.cuts:
         return logits_SV
     floor_S1 = _find_floor(logits_SV.detach(), shaping, exact=exact)
-    is_out_SV = logits_SV < floor_S1
-    if drawn_S1 is not None:
-        is_out_SV.scatter_(1, drawn_S1, False)
-    return logits_SV.masked_fill(is_out_SV, -math.inf)
+    return logits_SV.masked_fill(logits_SV < floor_S1, -math.inf)
+
+
+def count_kept(cut_SV: Tensor) -> Tensor:
+    """How many tokens `cut_logits` has kept, [S] int64; at least one, the greatest."""
+    return (cut_SV > -math.inf).sum(dim=-1).clamp_(min=1)
+
+
+def keep_most_likely(logits_SV: Tensor, kept_S: Tensor, drawn_S: Tensor, *, most: int) -> Tensor:
+    """Logits with -inf outside so many of the most likely: what was cut, said of logits that may be rounded otherwise.
+
+    kept_S:  [S] int64, from `count_kept`.
+    drawn_S: [S] int64, tokens that are kept whatever their probability, in place of the least likely of the others.
+    most:    the most of `kept_S`, or more.
+
+    Differs from asking the rules again: at the border rounding decides how many tokens these keep, and each log-probability jumps with the
+    mass of one more. Where the number is known it decides only which of two tokens stays that are alike, so that log-probabilities are
+    at most twice as far apart as logits are. With the very logits of the draw it is the very set.
+    """
+    order_SK = logits_SV.detach().topk(min(most, logits_SV.shape[-1]), dim=-1).indices
+    rank_K = torch.arange(order_SK.shape[1], device=order_SK.device)
+    is_drawn_in_S1 = ((order_SK == drawn_S[:, None]) & (rank_K < kept_S[:, None])).any(dim=-1, keepdim=True)
+    others_S1 = kept_S[:, None] - (~is_drawn_in_S1).long()
+    is_out_SV = torch.ones_like(logits_SV, dtype=torch.bool).scatter_(1, order_SK, rank_K >= others_S1)
+    return logits_SV.masked_fill(is_out_SV.scatter_(1, drawn_S[:, None], False), -math.inf)
 
 
 def _find_floor(logits_SV: Tensor, shaping: Shaping, *, exact: bool) -> Tensor:

@@ -88,14 +88,14 @@ def _logits_gradient(
         grad_BV.scatter_add_(1, targets_M[block, None], grad_logprob_B1.to(grad_BV.dtype))
     del logp_BV, p_BV
     if settings.shaped is not None:
-        grad_BV = settings.shaped.find_gradient(grad_BV, logits_BV, targets_M, block, exact=head.exact)
+        grad_BV = settings.shaped.find_gradient(grad_BV, logits_BV, targets_M, block)
     return _scale_gradient(grad_BV, logits_BV, head, temperature)
 
 
 def _shape(logits_BV: Tensor, targets_M: Tensor, block: slice, settings: ChunkSettings) -> Tensor:
     if settings.shaped is None:
         return logits_BV
-    return settings.shaped.shape(logits_BV, targets_M, block, exact=settings.head.exact)
+    return settings.shaped.shape(logits_BV, targets_M, block)
 
 
 def _scale_gradient(grad_BV: Tensor, logits_BV: Tensor, head: Head, temperature: float) -> Tensor:

@@ -18,7 +18,7 @@ from hybridflow.runtime.api import Closeable, Group, Pieces, Runtime
 from hybridflow.types import BatchRef, ChunkRef, Ref
 
 TOKENS, TEXT = "tokens", "text"
-PER_TOKEN = ("tokens", "loss_mask", "rollout_logprobs")
+PER_TOKEN = ("tokens", "loss_mask", "rollout_logprobs", "kept_counts")
 SCALARS = (
     "group_id", "sample_id", "prompt_id", "policy_version_min", "policy_version_max", "finish_reason", "state", "rollout_error",
 )  # fmt: skip
@@ -45,11 +45,11 @@ def cut_rollout(batch: Batch, sizes: Sequence[int]) -> Pieces[Batch]:
 
     sizes: rows of each chunk.
     """
-    scalars = [name for name in SCALARS if name in batch]
+    scalars, per_token = ([name for name in names if name in batch] for names in (SCALARS, PER_TOKEN))
     objects: list[Batch] = []
     digests: list[Any] = []
     for chunk in batch.split(sizes):
-        objects += [chunk.select([*scalars, *PER_TOKEN]), chunk.drop(PER_TOKEN)]
+        objects += [chunk.select([*scalars, *per_token]), chunk.drop(per_token)]
         digests += [describe_rows(objects[-2]), None]
     return Pieces(tuple(objects), tuple(digests))
 

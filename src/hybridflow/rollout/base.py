@@ -58,7 +58,8 @@ class RolloutEngine(Protocol):
         returns: the rows with `ROLLOUT_COLUMNS`, chunked as the prompts are. `tokens` are the ids as fed and sampled, a
                  sampled stop id included; `rollout_logprobs` are those of the distribution sampled from (repetition
                  penalty, temperature, min-p, top-k and top-p applied, in this order; greedy: of the whole distribution at temperature 1,
-                 penalised).
+                 penalised). Where sampling cuts, the native engine adds `kept_counts`: among how many tokens of the vocabulary each
+                 was drawn, 0 on the prompt, from which a trainer knows the distribution whatever its rounding.
 
         A prompt that cannot be served becomes FAILED rows without tokens, with a reason in `rollout_error`; nothing is
         raised for it.
@@ -211,6 +212,7 @@ def build_rollout_batch(
     *,
     tokens: Sequence[np.ndarray],
     logprobs: Sequence[np.ndarray],
+    kept_counts: Sequence[np.ndarray] | None = None,
     prompt_lengths: np.ndarray,
     responses: Sequence[str],
     finish_reasons: Sequence[str],
@@ -220,6 +222,7 @@ def build_rollout_batch(
     """The rows of a rollout, group by group, each with its prompt's columns.
 
     tokens, logprobs: one array a row, prompt and response, of equal lengths; both empty for a row with an error.
+    kept_counts:      the same, of the column; None from an engine that does not tell, and where sampling cuts none.
     prompt_lengths:   [rows], tokens of each row that were not sampled.
     """
     lengths = np.array([len(row) for row in tokens], np.int64)
@@ -240,6 +243,8 @@ def build_rollout_batch(
         state=states.astype(np.int8),
         rollout_error=pa.array(errors, pa.string()),
     )
+    if kept_counts is not None:
+        rows = rows.merge(Batch.from_columns(kept_counts=_list_array(offsets, _join(kept_counts, np.int32))))
     return prompts.drop(["prompt_tokens"]).repeat(samples).merge(rows)
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,12 +34,14 @@ class Rows:
     tokens:    [sum of lengths] int32.
     loss_mask: [sum of lengths] bool, True where a token counts; all False in a row that is not OK.
     columns:   the per-token columns that a loss reads, [sum of lengths].
+    kept:      [sum of lengths] int32, among how many tokens each was drawn; None where the rows do not tell.
     """
 
     offsets: NDArray[np.int64]
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
     columns: dict[str, NDArray[np.float32]]
+    kept: NDArray[np.int32] | None = None
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -81,7 +84,9 @@ class PackedRows:
 
 
 def read_rows(batch: Batch | None, columns: Iterable[str] = ()) -> Rows:
-    """Reads `tokens`, `loss_mask`, `state` and the named float columns; ValueError names the row where a length differs.
+    """Reads `tokens`, `loss_mask`, `state`, the named float columns and `kept_counts` where it is there.
+
+    Raises ValueError naming the row where a length differs.
 
     None is a batch without rows, of whatever columns.
     """
@@ -92,7 +97,8 @@ def read_rows(batch: Batch | None, columns: Iterable[str] = ()) -> Rows:
     ok = batch.numpy("state") == RowState.OK
     mask = _read_column(batch, "loss_mask", offsets).astype(np.bool_) & np.repeat(ok, np.diff(offsets))
     values = {name: _read_column(batch, name, offsets) for name in columns}
-    return Rows(offsets, tokens.values.numpy(), mask, values)
+    kept = _read_column(batch, "kept_counts", offsets) if "kept_counts" in batch else None
+    return Rows(offsets, tokens.values.numpy(), mask, values, kept)
 
 
 def pack_rows(
@@ -143,12 +149,27 @@ def compute_packed_weights(rows: Rows, packed: PackedRows, normalization: Normal
 
 
 def build_shaped(rows: Rows, packed: PackedRows, shaping: Shaping, device: torch.device) -> Shaped | None:
-    """How the scored tokens of a micro-batch were sampled, for the head: each came after all of its row up to it. None: unshaped."""
+    """How the scored tokens of a micro-batch were sampled, for the head: each came after all of its row up to it. None: unshaped.
+
+    Raises ValueError where sampling cut tokens and a row does not say among how many one of its scored tokens was drawn.
+    """
     if shaping == UNSHAPED:
         return None
-    starts_M = rows.offsets[np.searchsorted(rows.offsets, packed.places_M, side="right") - 1]
-    parts = (rows.tokens, starts_M, packed.places_M)
-    return Shaped(shaping, *(to_device(torch.from_numpy(part.astype(np.int64)), device) for part in parts))
+    row_M = np.searchsorted(rows.offsets, packed.places_M, side="right") - 1
+
+    def place(values: NDArray[Any]) -> Tensor:
+        return to_device(torch.from_numpy(values.astype(np.int64)), device)
+
+    shaped = Shaped(shaping, place(rows.tokens), place(rows.offsets[row_M]), place(packed.places_M))
+    if not shaping.cuts:
+        return shaped
+    kept_M = np.zeros(row_M.shape, np.int32) if rows.kept is None else rows.kept[packed.places_M]
+    if (untold := np.flatnonzero(kept_M < 1)).size:
+        raise ValueError(
+            f"row {row_M[untold[0]]}: 'kept_counts' does not say among how many tokens each was drawn, which {shaping} asks for; take rows "
+            "of the native engine, or leave min_p=0, top_k=0 and top_p=1"
+        )
+    return replace(shaped, kept_M=place(kept_M), most_kept=int(kept_M.max(initial=1)))
 
 
 @dataclass(frozen=True)
@@ -193,7 +214,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _read_column(batch: Batch, name: str, offsets: NDArray[np.int64]) -> NDArray[np.float32]:
+def _read_column(batch: Batch, name: str, offsets: NDArray[np.int64]) -> NDArray[Any]:
     column = batch.ragged(name)
     if not np.array_equal(column.offsets.numpy(), offsets):
         lengths = np.diff(column.offsets.numpy())
@@ -201,5 +222,5 @@ def _read_column(batch: Batch, name: str, offsets: NDArray[np.int64]) -> NDArray
         raise ValueError(
             f"row {row}: '{name}' has {lengths[row]} values for {offsets[row + 1] - offsets[row]} tokens; give one value a token"
         )
-    values: NDArray[np.float32] = column.values.numpy()
+    values: NDArray[Any] = column.values.numpy()
     return values

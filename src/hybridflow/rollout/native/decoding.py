@@ -83,11 +83,12 @@ class Decoding:
         return not live or self._decoder.is_worth_seating(len(rows), live, waiting)
 
     def _book(self, rows: np.ndarray, window: Window) -> None:
-        tokens_SB, logprobs_SB = window.read()
+        drawn_SB = window.read()
+        tokens_SB = drawn_SB.tokens
         before = self._sequences.length[rows]
-        for tokens_B, logprobs_B in zip(tokens_SB, logprobs_SB, strict=True):
+        for step, tokens_B in enumerate(tokens_SB):
             at = np.flatnonzero((tokens_B >= 0) & (self._sequences.finish[rows] == Finish.NONE))
-            self._sequences.append(rows[at], tokens_B[at], logprobs_B[at])
+            self._sequences.append(rows[at], drawn_SB.at(step).at(at))
             self._stops.mark_finished(self._sequences, rows[at])
         self._report.steps += window.steps
         self._report.seat_steps += tokens_SB.size

@@ -35,8 +35,8 @@ from hybridflow.rollout.native.parallel import TensorGroup, copy_shards
 from hybridflow.rollout.native.report import RolloutReport
 from hybridflow.rollout.native.scheduler import Scheduler, Step, plan_num_blocks
 from hybridflow.rollout.native.scoring import compute_row_logprobs
-from hybridflow.rollout.native.seats import Decoder, StepDecoder, draw, mark_seen
-from hybridflow.rollout.native.sequences import Finish, Sequences
+from hybridflow.rollout.native.seats import Decoder, StepDecoder, draw, mark_seen, to_host
+from hybridflow.rollout.native.sequences import Draws, Finish, Sequences
 from hybridflow.rollout.native.stopping import StopRules, collect_eos_ids
 from hybridflow.rollout.turns import Turns
 from hybridflow.types import Metrics, SamplingParams
@@ -211,8 +211,7 @@ class NativeEngine:
         job.report.beside_tokens += step.num_beside
         hidden_TD = self._compute_states(job, step)
         last_R = self._to_device(np.cumsum(step.counts)[step.sources] - 1)
-        tokens, logprobs = self._draw(job, hidden_TD[last_R], step.rows)
-        job.sequences.append(step.rows, tokens, logprobs)
+        job.sequences.append(step.rows, self._draw(job, hidden_TD[last_R], step.rows))
         job.stops.mark_finished(job.sequences, step.rows)
         job.report.watch(job.sequences.num_unfinished)
         job.scheduler.postprocess(step.sequences, step.counts, step.rows)
@@ -242,17 +241,16 @@ class NativeEngine:
         self._fused.reach(int(job.sequences.max_length.max()))
         return self._fused.hidden_states(tokens_T, positions_T, nowhere_T, job.cache, attend, with_kv=True)
 
-    def _draw(self, job: _Job, hidden_RD: Tensor, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _draw(self, job: _Job, hidden_RD: Tensor, rows: np.ndarray) -> Draws:
         positions, sampling = job.sequences.length[rows], job.sampling
         known = job.sequences.histories(rows) if sampling.repetition_penalty != 1.0 else None
         seen_RV = mark_seen(self.model, known)
         if self._graphs is None:
             return draw(self.model, hidden_RD, job.keys[rows], positions, sampling, seen_RV)
         keys_R, positions_R = self._to_device(np.stack([job.keys[rows], positions]))
-        tokens_R, logprobs_R = draw_on_device(
-            self.model, hidden_RD, keys_R, positions_R, sampling.temperature, sampling.shaping, seen_RV
+        return to_host(
+            draw_on_device(self.model, hidden_RD, keys_R, positions_R, sampling.temperature, sampling.shaping, seen_RV)
         )
-        return tokens_R.cpu().numpy().astype(np.int32), logprobs_R.cpu().numpy()
 
     def _packed_input(self, job: _Job, step: Step) -> tuple[Tensor, Tensor]:
         owners_T = np.repeat(step.sequences, step.counts)
@@ -284,7 +282,13 @@ class NativeEngine:
         nothing = np.zeros(0, np.int32)
         arrays = prompts.arrays("prompt_tokens")
         served = [nothing if error else tokens for tokens, error in zip(arrays, errors_P, strict=True)]
-        sequences = Sequences(served, samples, sampling.max_new_tokens, self.model.config.max_position_embeddings)
+        sequences = Sequences(
+            served,
+            samples,
+            sampling.max_new_tokens,
+            self.model.config.max_position_embeddings,
+            counts_kept=sampling.cuts,
+        )
         sequences.finish[np.repeat(np.array([bool(error) for error in errors_P], np.bool_), samples)] = Finish.FAILED
         keys_R = compute_keys(
             sampling.seed,
@@ -332,6 +336,7 @@ class NativeEngine:
             rows.samples,
             tokens=[rows.tokens[i, :end] for i, end in enumerate(ends)],
             logprobs=[rows.logprobs[i, :end] for i, end in enumerate(ends)],
+            kept_counts=None if rows.kept is None else [rows.kept[i, :end] for i, end in enumerate(ends)],
             prompt_lengths=starts,
             responses=job.stops.decode(
                 [rows.tokens[i, s:e] for i, (s, e) in enumerate(zip(starts, ends, strict=True))]

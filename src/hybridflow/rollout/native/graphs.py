@@ -5,6 +5,7 @@ Dimensions: B seats of a graph, C seats in all, S steps of a window, W blocks of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -18,8 +19,9 @@ from hybridflow.models.head_passes import scale_logits
 from hybridflow.rollout.native.draws import compute_uniforms
 from hybridflow.rollout.native.layers import FusedLayers
 from hybridflow.rollout.native.parallel import TensorGroup, can_draw, compute_raw_logits
-from hybridflow.rollout.native.sampler import sample_tokens
+from hybridflow.rollout.native.sampler import Drawn, sample_tokens
 from hybridflow.rollout.native.seats import Seats
+from hybridflow.rollout.native.sequences import Draws
 from hybridflow.types import UNSHAPED, SamplingParams, Shaping
 
 # Some 10 ms at the smallest models: time enough for the host to book a window, and the end of a row is seen no more than two of them late.
@@ -56,12 +58,18 @@ class _Form:
     temperature: float
     shaping: Shaping
 
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens cannot be drawn, and how many can is told."""
+        return self.shaping.cuts and self.temperature > 0
+
 
 @dataclass
 class _State:
     """Rows' state at fixed addresses; each field [C] but for tables [C, W], outputs [S, C], the step's own number [1] and `seen`.
 
-    seen: [C, V] bool, which tokens each row holds; None until a way of sampling looks back.
+    seen:     [C, V] bool, which tokens each row holds; None until a way of sampling looks back.
+    out_kept: [S, C] int32, among how many tokens each was drawn; None until a way of sampling cuts.
     """
 
     tokens: Tensor
@@ -77,6 +85,7 @@ class _State:
     out_logprobs: Tensor
     step: Tensor
     seen: Tensor | None = None
+    out_kept: Tensor | None = None
 
     @classmethod
     def build(cls, num_seats: int, num_blocks: int, device: torch.device) -> _State:
@@ -94,22 +103,23 @@ class _State:
 class GraphWindow:
     """Steps under way on the device, and their outputs on the way to the host.
 
-    group: ranks that the device waits for in each step; one that is gone would never let it end.
+    outputs: tokens, log-probabilities and, where sampling cuts, the counts of tokens kept, [S, B] each.
+    group:   ranks that the device waits for in each step; one that is gone would never let it end.
     """
 
-    def __init__(self, steps: int, tokens: Tensor, logprobs: Tensor, group: TensorGroup | None = None) -> None:
+    def __init__(self, steps: int, outputs: Sequence[Tensor], group: TensorGroup | None = None) -> None:
         self.steps, self._group = steps, group
-        self._tokens, self._logprobs = (_to_host(part) for part in (tokens, logprobs))
+        self._outputs = [_to_host(part) for part in outputs]
         self._done = torch.cuda.Event()
         self._done.record()
 
-    def read(self) -> tuple[np.ndarray, np.ndarray]:
+    def read(self) -> Draws:
         """See `Window`."""
         if self._group is None:
             self._done.synchronize()
         else:
             self._group.wait(self._done)
-        return self._tokens.numpy(), self._logprobs.numpy()
+        return Draws(*(part.numpy() for part in self._outputs))
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -170,6 +180,8 @@ class GraphDecoder:
             state.seen = torch.zeros(
                 (len(state.tokens), len(self._is_stop_V)), dtype=torch.bool, device=state.tokens.device
             )
+        if self._form.cuts and state.out_kept is None:
+            state.out_kept = torch.zeros_like(state.out_tokens)
         self._is_stop_V.zero_()
         self._is_stop_V[torch.from_numpy(stop_ids).to(self._model.device)] = 1
 
@@ -215,7 +227,10 @@ class GraphDecoder:
         graph = self._find_graph()
         for _ in range(steps):
             graph.replay()
-        return GraphWindow(steps, state.out_tokens[:steps, :count], state.out_logprobs[:steps, :count], self._group)
+        outputs = [state.out_tokens, state.out_logprobs]
+        if self._form.cuts:
+            outputs.append(self._get_kept(count))
+        return GraphWindow(steps, [output[:steps, :count] for output in outputs], self._group)
 
     def stop(self, seats: np.ndarray) -> None:
         """See `Decoder`."""
@@ -236,6 +251,11 @@ class GraphDecoder:
         seen_CV = self._get_state().seen
         assert seen_CV is not None, "prepare() makes it where sampling looks back"
         return seen_CV[:count]
+
+    def _get_kept(self, count: int) -> Tensor:
+        kept_SC = self._get_state().out_kept
+        assert kept_SC is not None, "prepare() makes it where sampling cuts"
+        return kept_SC[:, :count]
 
     def _find_graph(self) -> torch.cuda.CUDAGraph:
         key = (self._num_seats, self._form)
@@ -272,11 +292,14 @@ class GraphDecoder:
         advance.prepare_step(state, count, self._idle_slot)
         hidden_BD = self._compute_hidden(count)
         seen_BV = self._get_seen(count) if self.looks_back else None
-        tokens_B, logprobs_B = draw_on_device(
+        drawn = draw_on_device(
             self._model, hidden_BD, state.keys[:count], state.lengths[:count], self._form.temperature,
             self._form.shaping, seen_BV,
         )  # fmt: skip
-        advance.finish_step(state, count, tokens_B, logprobs_B, self._is_stop_V)
+        if drawn.kept is not None:
+            # Before the step is counted.
+            self._get_kept(count).index_copy_(0, state.step.long(), drawn.kept[None].int())
+        advance.finish_step(state, count, drawn.tokens, drawn.logprobs, self._is_stop_V)
         if seen_BV is not None:
             # Of an idle seat this is the token that it had, so that the runs that warm up change nothing.
             seen_BV.scatter_(1, state.tokens[:count, None], True)
@@ -334,8 +357,8 @@ def draw_on_device(
     temperature: float,
     shaping: Shaping = UNSHAPED,
     seen_BV: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(tokens [B] int64, log-probabilities [B] float32) of the next token after each hidden state, without waiting.
+) -> Drawn:
+    """The next token after each hidden state, without waiting.
 
     temperature: 0 takes the most likely token.
     seen_BV:     which tokens each row holds, where repetition is penalised.
@@ -346,10 +369,11 @@ def draw_on_device(
     raw_BV = compute_raw_logits(hidden_BD, head)
     heat = 1.0 if greedy else temperature
     if shaping == UNSHAPED:
-        return kernels.sample(
+        tokens_B, logprobs_B = kernels.sample(
             raw_BV, keys_B, positions_B, temperature=heat, greedy=greedy, logit_scale=head.logit_scale,
             softcap=head.softcap,
         )  # fmt: skip
+        return Drawn(tokens_B, logprobs_B, None)
     uniforms_B = None if greedy else compute_uniforms(keys_B, positions_B.long())
     logits_BV = scale_logits(raw_BV, head.logit_scale, head.softcap, heat)
     if seen_BV is not None:

@@ -16,7 +16,8 @@ from hybridflow.models import BLOCK_SIZE, LanguageModel, Paged, PagedKVCache, fi
 from hybridflow.models.head_passes import scale_logits
 from hybridflow.rollout.native.draws import compute_uniforms
 from hybridflow.rollout.native.parallel import compute_raw_logits
-from hybridflow.rollout.native.sampler import sample_tokens
+from hybridflow.rollout.native.sampler import Drawn, sample_tokens
+from hybridflow.rollout.native.sequences import Draws
 from hybridflow.types import SamplingParams
 
 
@@ -46,8 +47,8 @@ class Window(Protocol):
         """How many."""
         ...
 
-    def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens [S, B] int32, log-probabilities [S, B] float32); -1 where a seat was idle. Waits for the device."""
+    def read(self) -> Draws:
+        """Arrays [S, B]; tokens are -1 where a seat was idle. Waits for the device."""
         ...
 
 
@@ -85,15 +86,14 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class StepWindow:
-    """One step that has been computed."""
+    """One step that has been computed, of all seats."""
 
-    tokens: np.ndarray
-    logprobs: np.ndarray
+    drawn: Draws
     steps: int = 1
 
-    def read(self) -> tuple[np.ndarray, np.ndarray]:
+    def read(self) -> Draws:
         """See `Window`."""
-        return self.tokens[None], self.logprobs[None]
+        return self.drawn.at(np.newaxis)
 
 
 class StepDecoder:
@@ -128,13 +128,11 @@ class StepDecoder:
         paged = Paged(self._cache, torch.from_numpy(block_tables[at, :width]), torch.from_numpy(lengths))
         hidden_BD = self._model.hidden_states(torch.from_numpy(seats.tokens[at]), torch.from_numpy(lengths - 1), paged)
         seen_BV = None if self._seen_BV is None else self._seen_BV[torch.from_numpy(at)]
-        tokens, logprobs = draw(self._model, hidden_BD, seats.keys[at], lengths, self._sampling, seen_BV)
+        drawn = draw(self._model, hidden_BD, seats.keys[at], lengths, self._sampling, seen_BV)
         if self._seen_BV is not None:
-            self._seen_BV[torch.from_numpy(at), torch.from_numpy(tokens.astype(np.int64))] = True
-        seats.tokens[at], seats.lengths[at] = tokens, lengths + 1
-        window = StepWindow(np.full(len(self._live), -1, np.int32), np.zeros(len(self._live), np.float32))
-        window.tokens[at], window.logprobs[at] = tokens, logprobs
-        return window
+            self._seen_BV[torch.from_numpy(at), torch.from_numpy(drawn.tokens.astype(np.int64))] = True
+        seats.tokens[at], seats.lengths[at] = drawn.tokens, lengths + 1
+        return StepWindow(drawn.spread(at, len(self._live)))
 
     def stop(self, seats: np.ndarray) -> None:
         """See `Decoder`."""
@@ -157,8 +155,8 @@ def draw(
     positions: np.ndarray,
     sampling: SamplingParams,
     seen_BV: Tensor | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens [B] int32, log-probabilities [B] float32) of the next token after each hidden state; waits for the device.
+) -> Draws:
+    """The next token after each hidden state; waits for the device.
 
     keys, positions: [B] int64 of the tokens to be drawn, see `compute_uniforms`.
     seen_BV:         see `mark_seen`; None where nothing is penalised.
@@ -170,7 +168,11 @@ def draw(
         logits_BV = penalize_repetition(logits_BV, seen_BV, sampling.repetition_penalty)
     keys_B, positions_B = torch.from_numpy(np.stack([keys, positions])).to(model.device, non_blocking=True)
     uniforms_B = None if greedy else compute_uniforms(keys_B, positions_B)
-    tokens_B, logprobs_B = sample_tokens(logits_BV, uniforms_B, sampling.shaping, exact=head.exact)
-    # Both numbers are exact in float64, and one copy is one wait for the device.
-    drawn_2B = torch.stack([tokens_B.double(), logprobs_B.double()]).cpu().numpy()
-    return drawn_2B[0].astype(np.int32), drawn_2B[1].astype(np.float32)
+    return to_host(sample_tokens(logits_BV, uniforms_B, sampling.shaping, exact=head.exact))
+
+
+def to_host(drawn: Drawn) -> Draws:
+    """The same on the host; waits for the device."""
+    # All numbers are exact in float64, and one copy is one wait.
+    parts = torch.stack([part.double() for part in drawn if part is not None]).cpu().numpy()
+    return Draws(*(part.astype(dtype) for part, dtype in zip(parts, (np.int32, np.float32, np.int32), strict=False)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import zlib
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,32 @@ class Finish(enum.IntEnum):
     FAILED = 4
 
 
+class Draws(NamedTuple):
+    """One sampled token of each of B rows, or of S steps of these.
+
+    tokens:   [B] int32.
+    logprobs: [B] float32.
+    kept:     [B] int32, among how many tokens each was drawn; None where none are cut.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    kept: np.ndarray | None = None
+
+    def at(self, index: int | np.ndarray | None) -> Draws:
+        """Those of one step, or of some rows; None: as one step of several."""
+        return Draws(self.tokens[index], self.logprobs[index], None if self.kept is None else self.kept[index])
+
+    def spread(self, places: np.ndarray, size: int) -> Draws:
+        """Over so many rows, these at the places given; the others have no token, which is -1."""
+        tokens, logprobs, kept = np.full(size, -1, np.int32), np.zeros(size, np.float32), None
+        tokens[places], logprobs[places] = self.tokens, self.logprobs
+        if self.kept is not None:
+            kept = np.zeros(size, np.int32)
+            kept[places] = self.kept
+        return Draws(tokens, logprobs, kept)
+
+
 class Sequences:
     """Rows 0 to R-1, group by group (row = group * samples + sample), then the P prompts: prompt of group g is R + g.
 
@@ -28,16 +55,19 @@ class Sequences:
 
     tokens:        [R + P, W] int32; a row's prompt and what was sampled so far.
     logprobs:      [R, W] float32; value t speaks of token t, 0.0 on the prompt.
+    kept:          [R, W] int32, among how many tokens token t was drawn, 0 on the prompt; None where sampling cuts none.
     length:        [R + P] int64, tokens known.
     prompt_length: [R + P] int64.
     max_length:    [R + P] int64, length at which a row ends.
     finish:        [R] int8, a `Finish`.
     checksum:      of all tokens that were sampled, in their order.
 
-    Pages of `tokens` and `logprobs` that no row has reached cost no memory.
+    Pages of arrays over tokens that no row has reached cost no memory.
     """
 
-    def __init__(self, prompts: list[np.ndarray], samples: int, max_new_tokens: int, context: int) -> None:
+    def __init__(
+        self, prompts: list[np.ndarray], samples: int, max_new_tokens: int, context: int, *, counts_kept: bool = False
+    ) -> None:
         self.samples = samples
         self.num_rows = len(prompts) * samples
         lengths_P = np.array([len(prompt) for prompt in prompts], np.int64)
@@ -46,19 +76,22 @@ class Sequences:
         self.max_length = np.minimum(self.prompt_length + max_new_tokens, context)
         self.tokens = np.zeros((len(self.length), int(self.max_length.max(initial=0))), np.int32)
         self.logprobs = np.zeros((self.num_rows, self.tokens.shape[1]), np.float32)
+        self.kept = np.zeros(self.logprobs.shape, np.int32) if counts_kept else None
         self.finish = np.zeros(self.num_rows, np.int8)
         self.checksum = 0
         for group, prompt in enumerate(prompts):
             self.tokens[group * samples : (group + 1) * samples, : len(prompt)] = prompt
             self.tokens[self.num_rows + group, : len(prompt)] = prompt
 
-    def append(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+    def append(self, rows: np.ndarray, drawn: Draws) -> None:
         """Adds one sampled token to each of these rows."""
         at = self.length[rows]
-        self.tokens[rows, at] = tokens
-        self.logprobs[rows, at] = logprobs
+        self.tokens[rows, at] = drawn.tokens
+        self.logprobs[rows, at] = drawn.logprobs
+        if self.kept is not None and drawn.kept is not None:
+            self.kept[rows, at] = drawn.kept
         self.length[rows] += 1
-        self.checksum = zlib.crc32(tokens.astype(np.int32).tobytes(), self.checksum)
+        self.checksum = zlib.crc32(drawn.tokens.astype(np.int32).tobytes(), self.checksum)
 
     def last_tokens(self, rows: np.ndarray) -> np.ndarray:
         """The newest token of each of these rows. returns: [rows] int32."""
