@@ -133,7 +133,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "sampling.min_p=0.05, sampling.top_k=5: the trainer needs to know among how many tokens each was drawn, which",
         ),
         (
-            [*RL, "sampling.top_k=5", "train.parallel_config.tp=2"],
+            [
+                *[*RL, "sampling.top_k=5", "train.parallel_config.tp=2"],
+                *["runtime.kind=ray", 'runtime.placement.device_map={actor: "cpu:0-1"}'],
+            ],
             "sampling.top_k=5: the trainer needs each distribution whole, and train.parallel_config.tp=2 splits the vocabulary",
         ),
         ([*RL, "sampling.min_p=1.5"], "sampling.min_p is 1.5 and must be less than or equal to 1; "),
