@@ -136,7 +136,7 @@ FAULTS = (
           "build_shaped(rows, packed, loss.shaping, device)", "build_shaped(rows, packed, UNSHAPED, device)",
           "unit/test_rollout_logprobs.py::test_the_first_update_after_a_rollout_has_a_ratio_of_one"),
     Fault(8, "the trainer asks the rules of the cut again, and rounding answers otherwise", "models/head_shaping.py",
-          "return keep_most_likely(logits_CV, self.kept_M[chunk], targets_M[chunk], most=self.most_kept)",
+          "return keep_most_likely(logits_CV, self.kept_M[chunk], targets_M[chunk])",
           "cut_CV = cut_logits(logits_CV, self.shaping)\n"
           "        return cut_CV.scatter(1, targets_M[chunk, None], logits_CV.gather(1, targets_M[chunk, None]))",
           "unit/test_rollout_logprobs.py::test_a_trainer_of_other_rounding_computes_no_jump_at_the_border"),

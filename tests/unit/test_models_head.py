@@ -405,7 +405,7 @@ def test_the_bytes_a_head_is_said_to_need_are_those_that_live_at_once(
     if shaped is not None and shaping.cuts:
         # As many as there may be.
         most = shaping.top_k or vocab_size
-        shaped = dataclasses.replace(shaped, kept_M=torch.full_like(targets, most), most_kept=most)
+        shaped = dataclasses.replace(shaped, kept_M=torch.full_like(targets, most))
     with LiveBytes() as live:
         compute_logprobs(hidden, targets, Head(weight, exact=exact), shaped=shaped)[0].sum().backward()
     told = compute_head_bytes(

@@ -91,14 +91,14 @@ def test_min_p_cuts_before_top_p_and_by_a_share_of_the_greatest_probability():
 def test_what_was_drawn_is_kept_in_place_of_the_least_likely_of_the_others():
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).expand(5, -1)
     counts, drawn = torch.tensor([1, 1, 2, 2, 4]), torch.tensor([0, 1, 0, 3, 0])
-    kept = keep_most_likely(logits, counts, drawn, most=4).isfinite()
+    kept = keep_most_likely(logits, counts, drawn).isfinite()
     assert kept.int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 0, 0], [0, 1, 0, 1], [1, 1, 1, 1]]
 
 
 def test_of_equal_logits_at_the_border_as_many_are_kept_as_were():
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]])
     for count in (2, 3, 4):
-        kept = keep_most_likely(logits, torch.tensor([count]), torch.tensor([3]), most=5).isfinite()
+        kept = keep_most_likely(logits, torch.tensor([count]), torch.tensor([3])).isfinite()
         assert int(kept.sum()) == count and kept[0, [1, 3]].all() and not kept[0, 4]
 
 
@@ -117,9 +117,9 @@ def test_a_count_says_the_set_and_rounding_moves_no_logprob_by_a_jump(vocab, top
     if kept is None:
         return
     cut = cut_logits(logits, shaping)
-    assert torch.equal(keep_most_likely(logits, kept, tokens, most=int(kept.max())), cut)
+    assert torch.equal(keep_most_likely(logits, kept, tokens), cut)
     moved = logits + torch.from_numpy(rng.uniform(-apart, apart, logits.shape))
-    found = keep_most_likely(moved, kept, tokens, most=vocab).log_softmax(-1).gather(1, tokens[:, None])
+    found = keep_most_likely(moved, kept, tokens).log_softmax(-1).gather(1, tokens[:, None])
     recorded = cut.log_softmax(-1).gather(1, tokens[:, None])
     assert float((found - recorded).abs().max()) <= 2 * apart + 1e-12
 

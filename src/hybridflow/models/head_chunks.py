@@ -117,21 +117,21 @@ def compute_head_bytes(
     rows = padded_rows(num_targets) if in_blocks and not apart_bytes else num_targets
     held = rows * vocab_size * (raw_bytes + apart_bytes)
     if not compiled:
-        copies = _count_softmax_copies(shaping) + (raw_bytes < total_bytes)
-        block = min(num_targets, choose_block_tokens(vocab_size, on_gpu=on_gpu))
+        forward, backward = (copies + (raw_bytes < total_bytes) for copies in _count_softmax_copies(shaping))
+        a_copy = min(num_targets, choose_block_tokens(vocab_size, on_gpu=on_gpu)) * total_bytes
         padding = _count_padded(num_targets) if in_blocks else 0
-        held += vocab_size * max(int(block * copies * total_bytes), padding * dtype.itemsize)
+        held += vocab_size * max(int(a_copy * backward), padding * dtype.itemsize)
+        # The gradient does not lie apart before there is one.
+        held = max(held, vocab_size * int(rows * raw_bytes + a_copy * forward))
     a_weight = total_bytes + (dtype.itemsize if dtype.itemsize < total_bytes else 0)
     return held + (a_weight * vocab_size * hidden_size if trains else 0)
 
 
-def _count_softmax_copies(shaping: Shaping) -> float:
-    """Of a block's size, in float32, beside its raw logits in softmax passes' backward: log-probabilities, probabilities and gradient, 3;
-    of shaped logits the shaping's graph and gradients, and for a cut without top-k the order of maybe all logits. Those numbers are what
-    the head's test counts as alive at the peak on a CPU, where a mask is a quarter, and an int64 or float64 is two."""
-    if shaping.repetition_penalty != 1.0:
-        return 6.25
-    return 3.0 if not shaping.cuts else 3.25 if shaping.top_k else 4.25
+def _count_softmax_copies(shaping: Shaping) -> tuple[float, float]:
+    """Of a block's size, in float32, beside its raw logits in softmax passes, forward and backward: at a cut without top-k the logits and
+    the order of maybe all of them, 3.9; log-probabilities, probabilities and gradient, 3, and with a penalty its graph. Those numbers are
+    what the head's test counts as alive at the peak on a CPU, where a mask is a quarter, and an int64 is two."""
+    return 3.9 if shaping.cuts and not shaping.top_k else 3.0, 6.25 if shaping.repetition_penalty != 1.0 else 3.0
 
 
 def _count_padded(num_rows: int) -> int:

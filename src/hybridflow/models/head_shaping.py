@@ -21,8 +21,7 @@ class Shaped:
 
     tokens_N:         int64, all rows one after the other.
     starts_M, ends_M: int64; target i came after tokens_N[starts_M[i] : ends_M[i]], at least one.
-    kept_M:           int64, among how many tokens each was drawn; None where sampling cuts none.
-    most_kept:        the most of these.
+    kept_M:           int64 on the host, among how many tokens each was drawn; None where sampling cuts none.
     """
 
     shaping: Shaping
@@ -30,27 +29,34 @@ class Shaped:
     starts_M: Tensor
     ends_M: Tensor
     kept_M: Tensor | None = None
-    most_kept: int = 0
 
     def shape(self, logits_CV: Tensor, targets_M: Tensor, chunk: slice) -> Tensor:
         """Logits of the distributions that the targets of a chunk were drawn from. Each target is kept, since it was drawn.
 
         logits_CV: float32 (float64), divided by the temperature.
         """
-        penalty = self.shaping.repetition_penalty
-        if penalty != 1.0:
-            logits_CV = penalize_repetition(logits_CV, self._find_seen(chunk, logits_CV.shape[1]), penalty)
+        logits_CV = self._penalize(logits_CV, chunk)
         if self.kept_M is None:
             return logits_CV
-        return keep_most_likely(logits_CV, self.kept_M[chunk], targets_M[chunk], most=self.most_kept)
+        return keep_most_likely(logits_CV, self.kept_M[chunk], targets_M[chunk])
 
-    def find_gradient(self, grad_CV: Tensor, logits_CV: Tensor, targets_M: Tensor, chunk: slice) -> Tensor:
-        """Gradient at the logits from the one at the shaped logits; which tokens are kept, and the border at 0, carry none."""
+    def find_gradient(self, grad_CV: Tensor, logits_CV: Tensor, chunk: slice) -> Tensor:
+        """Gradient at the logits from the one at the shaped logits, which is 0 where these were cut.
+
+        Which tokens are kept, and the penalty's border at 0, have none.
+        """
+        if self.shaping.repetition_penalty == 1.0:
+            return grad_CV
         with torch.enable_grad():
             logits_CV = logits_CV.detach().requires_grad_()
-            shaped_CV = self.shape(logits_CV, targets_M, chunk)
-            (found_CV,) = torch.autograd.grad(shaped_CV, logits_CV, grad_CV)
+            (found_CV,) = torch.autograd.grad(self._penalize(logits_CV, chunk), logits_CV, grad_CV)
         return found_CV
+
+    def _penalize(self, logits_CV: Tensor, chunk: slice) -> Tensor:
+        penalty = self.shaping.repetition_penalty
+        if penalty == 1.0:
+            return logits_CV
+        return penalize_repetition(logits_CV, self._find_seen(chunk, logits_CV.shape[1]), penalty)
 
     def _find_seen(self, chunk: slice, vocab_size: int) -> Tensor:
         starts_C1, ends_C1 = self.starts_M[chunk, None], self.ends_M[chunk, None]
@@ -94,21 +100,21 @@ def count_kept(cut_SV: Tensor) -> Tensor:
     return (cut_SV > -math.inf).sum(dim=-1).clamp_(min=1)
 
 
-def keep_most_likely(logits_SV: Tensor, kept_S: Tensor, drawn_S: Tensor, *, most: int) -> Tensor:
+def keep_most_likely(logits_SV: Tensor, kept_S: Tensor, drawn_S: Tensor) -> Tensor:
     """Logits with -inf outside so many of the most likely: what was cut, said of logits that may be rounded otherwise.
 
-    kept_S:  [S] int64, from `count_kept`.
+    kept_S:  [S] int64 on the host, from `count_kept`; the largest says how many logits are put in order.
     drawn_S: [S] int64, tokens that are kept whatever their probability, in place of the least likely of the others.
-    most:    the most of `kept_S`, or more.
 
     Differs from asking the rules again: at the border rounding decides how many tokens these keep, and each log-probability jumps with the
     mass of one more. Where the number is known it decides only which of two tokens stays that are alike, so that log-probabilities are
     at most twice as far apart as logits are. With the very logits of the draw it is the very set.
     """
-    order_SK = logits_SV.detach().topk(min(most, logits_SV.shape[-1]), dim=-1).indices
-    rank_K = torch.arange(order_SK.shape[1], device=order_SK.device)
-    is_drawn_in_S1 = ((order_SK == drawn_S[:, None]) & (rank_K < kept_S[:, None])).any(dim=-1, keepdim=True)
-    others_S1 = kept_S[:, None] - (~is_drawn_in_S1).long()
+    most, device = min(int(kept_S.amax()), logits_SV.shape[-1]), logits_SV.device
+    order_SK, kept_S1 = logits_SV.detach().topk(most, dim=-1).indices, kept_S[:, None].to(device, non_blocking=True)
+    rank_K = torch.arange(most, device=device)
+    is_drawn_in_S1 = ((order_SK == drawn_S[:, None]) & (rank_K < kept_S1)).any(dim=-1, keepdim=True)
+    others_S1 = kept_S1 - (~is_drawn_in_S1).long()
     is_out_SV = torch.ones_like(logits_SV, dtype=torch.bool).scatter_(1, order_SK, rank_K >= others_S1)
     return logits_SV.masked_fill(is_out_SV.scatter_(1, drawn_S[:, None], False), -math.inf)
 

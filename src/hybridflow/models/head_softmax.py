@@ -88,7 +88,7 @@ def _logits_gradient(
         grad_BV.scatter_add_(1, targets_M[block, None], grad_logprob_B1.to(grad_BV.dtype))
     del logp_BV, p_BV
     if settings.shaped is not None:
-        grad_BV = settings.shaped.find_gradient(grad_BV, logits_BV, targets_M, block)
+        grad_BV = settings.shaped.find_gradient(grad_BV, logits_BV, block)
     return _scale_gradient(grad_BV, logits_BV, head, temperature)
 
 

@@ -169,7 +169,7 @@ def build_shaped(rows: Rows, packed: PackedRows, shaping: Shaping, device: torch
             f"row {row_M[untold[0]]}: 'kept_counts' does not say among how many tokens each was drawn, which {shaping} asks for; take rows "
             "of the native engine, or leave min_p=0, top_k=0 and top_p=1"
         )
-    return replace(shaped, kept_M=place(kept_M), most_kept=int(kept_M.max(initial=1)))
+    return replace(shaped, kept_M=torch.from_numpy(kept_M.astype(np.int64)))
 
 
 @dataclass(frozen=True)
