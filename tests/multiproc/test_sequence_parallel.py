@@ -60,6 +60,7 @@ LOSSES: dict[str, TokenLoss] = {
     "sft, sequences": SFTLoss(normalization="sequence_mean"),
     "policy": PolicyLoss(clip_low=0.1, clip_high=0.1, entropy_coefficient=0.1, temperature=0.7),
     "policy, penalised": PolicyLoss(entropy_coefficient=0.1, shaping=Shaping(repetition_penalty=1.3)),
+    "policy, cut": PolicyLoss(temperature=0.7, shaping=Shaping(top_p=0.7)),
     "policy, sequences": PolicyLoss(entropy_coefficient=0.1, normalization="sequence_mean"),
 }
 ROWS: dict[str, tuple[int, ...]] = {
@@ -97,7 +98,8 @@ def build_rows(lengths: Sequence[int], seed: int = 0, *, change: int | None = No
     if change is not None:
         tokens[change] = (tokens[change] + 7) % 40
     state = np.full(len(lengths), RowState.OK, np.int8)
-    return Batch.from_columns(tokens=tokens, loss_mask=masks, state=state, **floats)
+    kept = [(mask * (1 + row % 9)).astype(np.int32) for row, mask in zip(tokens, masks, strict=True)]
+    return Batch.from_columns(tokens=tokens, loss_mask=masks, kept_counts=kept, state=state, **floats)
 
 
 def build_model(name: str, dtype: torch.dtype) -> LanguageModel:

@@ -74,7 +74,8 @@ def build_rows(seed: int = 0) -> Batch:
         for name, middle in (("rollout_logprobs", -3.7), ("advantages", 0.2), ("ref_logprobs", -3.6))
     }
     order = rng.permutation(count)
-    columns: dict[str, Any] = {"tokens": tokens, "loss_mask": masks, **floats}
+    kept = [(mask * (1 + row % 9)).astype(np.int32) for row, mask in zip(tokens, masks, strict=True)]
+    columns: dict[str, Any] = {"tokens": tokens, "loss_mask": masks, "kept_counts": kept, **floats}
     shuffled = {name: [values[row] for row in order] for name, values in columns.items()}
     return Batch.from_columns(**shuffled, state=states[order])
 
@@ -88,6 +89,7 @@ LOSSES = {
     "sft": SFTLoss(),
     "policy": PolicyLoss(kl_coefficient=0.2, entropy_coefficient=0.1, normalization="sequence_mean", temperature=0.7),
     "penalised": PolicyLoss(temperature=0.7, shaping=Shaping(repetition_penalty=1.3)),
+    "cut": PolicyLoss(temperature=0.7, shaping=Shaping(repetition_penalty=0.9, top_p=0.7)),
 }
 
 
@@ -106,7 +108,8 @@ def norms_in_their_type(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("norms_in_their_type")
 @pytest.mark.parametrize("budget", [4096, 50, 1])
 @pytest.mark.parametrize(
-    ("family", "loss"), [*((family, "policy") for family in FAMILIES), ("qwen3", "sft"), ("qwen3", "penalised")]
+    ("family", "loss"),
+    [*((family, "policy") for family in FAMILIES), *(("qwen3", loss) for loss in ("sft", "penalised", "cut"))],
 )
 def test_gradients_and_metrics_are_those_of_rows_by_themselves(family: str, loss: str, budget: int) -> None:
     rows = build_rows()
