@@ -66,7 +66,7 @@ def measure(case: Case) -> dict[str, Any]:
         engine._start = start_limited
         limit_rows(engine, lengths[first:last])
         started_s = time.process_time()
-        seconds = time_call(lambda: engine.generate(batch.slice(first, last), sampling, step=0))
+        seconds = time_call(lambda: engine.generate(batch.slice(first, min(last, case.rows)), sampling, step=0))
         return Time(seconds, time.process_time() - started_s)
 
     generate(0, case.seats)

@@ -88,6 +88,7 @@ def test_a_case_says_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> N
         ("updates", ["shape=nix"], "shape=nix: shape=nix is none of qwen3-0.6b, qwen2.5-0.5b, .*, tiny; write one of them"),
         ("updates", ["updates=1"], "updates=1, rows=256, gpus=1: the first probe comes with the second update, .*; write at least 2"),
         ("decode", ["temperature=nan"], "temperature=nan: temperature=nan is not a number from 0 up; write one, such as 1.0"),
+        ("long_tail", ["rows=3,shape=tiny,rows=4"], "rows=3,shape=tiny,rows=4: rows is set twice; write it once"),
         ("rl_step", ["side=ours"], "side=ours: side=ours is none of hybridflow, trl; write one of them"),
         ("weight_switch", ["cases=same+nix"], "cases=same\\+nix: 'nix' is none of replicas, .*; write one or several"),
         ("decode_tensor", ["degrees=1+x"], "degrees=1\\+x: 'x' is none of 1, 2, 4, 8; write one or several"),
