@@ -37,8 +37,9 @@ def parse_case(kind: type[Case], text: str) -> Case:
             raise SystemExit(
                 f"{text}: '{'='.join([name, *value])}' is no setting; write key=value of {', '.join(fields)}"
             )
-    for name in {name for name, _ in pairs if [other for other, _ in pairs].count(name) > 1}:
-        raise SystemExit(f"{text}: {name} is set twice; write it once")
+    names = [name for name, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise SystemExit(f"{text}: {twice} is set twice; write it once")
     return kind(**{name: _read_value(fields[name], value, text) for name, value in pairs})
 
 

@@ -126,7 +126,7 @@ def test_rl_goes_on_from_sft_and_the_rest_works_on_its_result(place: Path) -> No
         (["steps=0"], "steps"),
         (["sampling.temprature=1"], "sampling.temperature"),
         (["model.path=nowhere"], "'nowhere' does not exist"),
-        (["sampling.top_p=0.9", "rollout.engine=vllm"], "sampling.top_p"),
+        (["sampling.top_p=0.9", "rollout.engine=vllm"], "top_p"),
         (["sampling.samples_per_prompt=1"], "samples_per_prompt"),
         (["reward.function=my_reward.py:rewrad"], "rewrad"),
         (["data.files=[missing.jsonl]"], "missing.jsonl"),

@@ -75,12 +75,15 @@ def compare(found: Batch, expected: Batch, tolerance: float = 1e-3, share: float
     equal = 0
     columns = ("tokens", "rollout_logprobs")
     pairs = [zip(found.arrays(name), expected.arrays(name), strict=True) for name in columns]
-    for (ours, theirs), (our_logprobs, their_logprobs) in zip(*pairs, strict=True):
+    for row, ((ours, theirs), (our_logprobs, their_logprobs)) in enumerate(zip(*pairs, strict=True)):
         length = min(len(ours), len(theirs))
         differing = np.flatnonzero(ours[:length] != theirs[:length])
         until = int(differing[0]) if differing.size else length
         assert np.abs(our_logprobs[:until] - their_logprobs[:until]).max(initial=0.0) < tolerance
         equal += len(ours) == len(theirs) and not differing.size
+        if "kept_counts" in found:
+            counts = [batch.arrays("kept_counts")[row][:until] for batch in (found, expected)]
+            assert np.mean(counts[0] == counts[1]) > 0.9 if until else True, f"row {row} tells of other cuts"
     assert equal >= share * found.num_rows, f"{equal} of {found.num_rows} rows are equal"
 
 
@@ -133,7 +136,7 @@ def test_every_way_of_sampling_and_stopping(
 
 @pytest.mark.parametrize(
     "shape",
-    [{"repetition_penalty": 1.4}, {"top_p": 0.9, "min_p": 0.02}, {"top_k": 30, "repetition_penalty": 0.9}],
+    [{"repetition_penalty": 1.4}, {"top_p": 0.9, "min_p": 0.02}, {"top_p": 0.7, "repetition_penalty": 0.9}],
     ids=str,
 )
 def test_a_shape_comes_and_goes_between_calls_and_is_the_trainers(

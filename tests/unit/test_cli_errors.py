@@ -126,11 +126,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([*SFT, "evaluation.data.files=[few.jsonl]"], "reward.function: evaluation.data is given, and nothing says what"),
         (
             [*RL, "sampling.top_p=0.9", "rollout.engine=vllm"],
-            "sampling.top_p=0.9: the trainer needs to know among how many tokens each was drawn, which rollout.engine=vllm does not",
+            "rollout.engine: 'vllm' does not tell among how many tokens each was drawn, which training on samples cut by min_p, top_k",
         ),
         (
             [*RL, "sampling.min_p=0.05", "sampling.top_k=5", "rollout.vllm.url=http://127.0.0.1:1"],
-            "sampling.min_p=0.05, sampling.top_k=5: the trainer needs to know among how many tokens each was drawn, which",
+            "rollout.engine: 'vllm' does not tell among how many tokens each was drawn, which training on samples cut by min_p, top_k",
         ),
         (
             [

@@ -377,7 +377,7 @@ class LiveBytes(TorchDispatchMode):
 
 SHAPINGS = (
     Shaping(1.3), Shaping(min_p=0.05), Shaping(top_k=20, top_p=0.9), Shaping(1.3, 0.05, 20, 0.9),
-    Shaping(top_p=0.9), Shaping(1.3, top_p=0.9),
+    Shaping(top_p=0.9), Shaping(1.3, top_p=0.9), Shaping(top_k=1500),
 )  # fmt: skip
 
 
@@ -386,6 +386,7 @@ BOTH, TYPES = (False, True), (torch.bfloat16, torch.float32)
 SAID = [
     *itertools.product([(32000, 200), (32000, 240)], BOTH, TYPES, (UNSHAPED, *SHAPINGS[:2])),
     *itertools.product([(2048, 1000)], BOTH, TYPES, (UNSHAPED, *SHAPINGS)),
+    *itertools.product([(2048, 512), (4096, 512)], [False], TYPES, SHAPINGS[1:]),
     ((2048, 1000), False, torch.float64, UNSHAPED),
     # Two chunks, of which one is held at a time.
     *itertools.product([(32000, 2500)], [False], TYPES, [UNSHAPED]),
@@ -405,7 +406,7 @@ def test_the_bytes_a_head_is_said_to_need_are_those_that_live_at_once(
     if shaped is not None and shaping.cuts:
         # As many as there may be.
         most = shaping.top_k or vocab_size
-        shaped = dataclasses.replace(shaped, kept_M=torch.full_like(targets, most))
+        shaped = dataclasses.replace(shaped, num_kept_M=torch.full_like(targets, most))
     with LiveBytes() as live:
         compute_logprobs(hidden, targets, Head(weight, exact=exact), shaped=shaped)[0].sum().backward()
     told = compute_head_bytes(

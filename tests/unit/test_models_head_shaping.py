@@ -35,7 +35,7 @@ def build_shaped(shaping: Shaping, kept: list[int] | None = None) -> Shaped:
     if not shaping.cuts:
         return shaped
     kept = kept or [2 + at % 5 for at in range(len(PLACES))]
-    return dataclasses.replace(shaped, kept_M=torch.tensor(kept))
+    return dataclasses.replace(shaped, num_kept_M=torch.tensor(kept))
 
 
 def reference(hidden, weight, softcap, temperature, shaping):

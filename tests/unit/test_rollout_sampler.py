@@ -97,9 +97,27 @@ def test_what_was_drawn_is_kept_in_place_of_the_least_likely_of_the_others():
 
 def test_of_equal_logits_at_the_border_as_many_are_kept_as_were():
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]])
-    for count in (2, 3, 4):
+    for count, expected in ((2, [1, 3]), (3, [0, 1, 3]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 3, 4])):
         kept = keep_most_likely(logits, torch.tensor([count]), torch.tensor([3])).isfinite()
-        assert int(kept.sum()) == count and kept[0, [1, 3]].all() and not kept[0, 4]
+        assert kept[0].nonzero().flatten().tolist() == expected
+
+
+def test_which_of_equal_logits_stay_does_not_depend_on_the_rows_beside():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        logits = torch.from_numpy(np.concatenate([rng.normal(size=20) + 3, np.zeros(60)]).astype(np.float32))
+        drawn, count = torch.tensor([int(rng.integers(80))]), torch.tensor([int(rng.integers(20, 70))])
+        alone = keep_most_likely(logits[None], count, drawn)
+        beside = [torch.cat(pair) for pair in ((count, torch.tensor([78])), (drawn, drawn))]
+        assert torch.equal(keep_most_likely(logits.expand(2, -1), *beside)[:1], alone)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("drawn", [0, 2])
+def test_a_logit_that_is_not_a_number_is_seen_whatever_is_kept(count, drawn):
+    logits = torch.tensor([[1.0, 0.5, float("nan"), 2.0]])
+    kept = keep_most_likely(logits, torch.tensor([count]), torch.tensor([drawn]))
+    assert not kept.log_softmax(-1)[0, drawn].isfinite()
 
 
 @settings(max_examples=100, deadline=None)

@@ -371,17 +371,21 @@ def resolve_engine(
     role: str = "actor",
     train: TrainSettings | None = None,
     assume_installed: bool = False,
+    cuts: bool = False,
 ) -> tuple[RolloutSettings, str]:
     """The rollout's settings with the engine that generates, and which and why. Raises ConfigError for one that cannot be had.
 
     role:             that has the model, and generates unless the placement gives `rollout` devices of its own.
     train:            how the model is trained, if it is.
     assume_installed: an engine that the settings name counts as installed, as a plan for other machines wants it.
+    cuts:             samples that are trained on are drawn by `min_p`, `top_k` or `top_p`.
     """
     lora = train.lora if train else None
     check_lora_sync(rollout, lora)
     if runs_in_process(runtime):
-        resolved, choice = resolve_rollout(model, rollout, numerics, 1, None, assume_installed=assume_installed)
+        resolved, choice = resolve_rollout(
+            model, rollout, numerics, 1, None, assume_installed=assume_installed, cuts=cuts
+        )
         return resolved, str(choice)
     placement = runtime.placement
     generating = "rollout" if placement.separates("rollout") else role
@@ -398,6 +402,7 @@ def resolve_engine(
         placement.num_workers(generating),
         placement.kind(generating),
         assume_installed=assume_installed,
+        cuts=cuts,
     )
     return resolved, str(choice)
 

@@ -104,15 +104,14 @@ def read_rl_inputs(
     assume_installed: see `resolve_engine`.
     """
     _check_settings(config, has_advantages=advantage_function is not None)
-    # What `auto` may be otherwise does not tell among how many tokens each was drawn.
-    counting = config.sampling.cuts and config.rollout.engine == "auto"
     rollout, engine = resolve_engine(
         config.model,
-        replace(config.rollout, engine="native") if counting else config.rollout,
+        config.rollout,
         config.runtime,
         config.numerics,
         train=config.train,
         assume_installed=assume_installed,
+        cuts=config.sampling.cuts,
     )
     run, resume_from = find_run(config.run, "rl", config.checkpoint)
     tokenizer = read_tokenizer(config.model)
@@ -182,12 +181,6 @@ def _check_shaping(config: RLConfig) -> None:
     named = ", ".join(
         f"sampling.{key}={value:g}" for key, value in vars(shaping).items() if value != vars(UNSHAPED)[key]
     )
-    engine = "vllm" if config.rollout.vllm.url is not None else config.rollout.engine
-    if shaping.cuts and engine not in ("auto", "native"):
-        raise ConfigError(
-            f"{named}: the trainer needs to know among how many tokens each was drawn, which rollout.engine={engine} does not tell; set "
-            "rollout.engine=native, or leave min_p=0, top_k=0 and top_p=1 and shape samples by sampling.temperature"
-        )
     if shaping != UNSHAPED and tp > 1:
         raise ConfigError(
             f"{named}: the trainer needs each distribution whole, and train.parallel_config.tp={tp} splits the vocabulary; set tp to 1, or "

@@ -117,21 +117,22 @@ def compute_head_bytes(
     rows = padded_rows(num_targets) if in_blocks and not apart_bytes else num_targets
     held = rows * vocab_size * (raw_bytes + apart_bytes)
     if not compiled:
-        forward, backward = (copies + (raw_bytes < total_bytes) for copies in _count_softmax_copies(shaping))
-        a_copy = min(num_targets, choose_block_tokens(vocab_size, on_gpu=on_gpu)) * total_bytes
+        copies = _count_softmax_copies(shaping, vocab_size) + (raw_bytes < total_bytes)
+        block = min(num_targets, choose_block_tokens(vocab_size, on_gpu=on_gpu))
         padding = _count_padded(num_targets) if in_blocks else 0
-        held += vocab_size * max(int(a_copy * backward), padding * dtype.itemsize)
-        # The gradient does not lie apart before there is one.
-        held = max(held, vocab_size * int(rows * raw_bytes + a_copy * forward))
+        held += vocab_size * max(int(block * copies * total_bytes), padding * dtype.itemsize)
     a_weight = total_bytes + (dtype.itemsize if dtype.itemsize < total_bytes else 0)
     return held + (a_weight * vocab_size * hidden_size if trains else 0)
 
 
-def _count_softmax_copies(shaping: Shaping) -> tuple[float, float]:
-    """Of a block's size, in float32, beside its raw logits in softmax passes, forward and backward: at a cut without top-k the logits and
-    the order of maybe all of them, 3.9; log-probabilities, probabilities and gradient, 3, and with a penalty its graph. Those numbers are
-    what the head's test counts as alive at the peak on a CPU, where a mask is a quarter, and an int64 is two."""
-    return 3.9 if shaping.cuts and not shaping.top_k else 3.0, 6.25 if shaping.repetition_penalty != 1.0 else 3.0
+def _count_softmax_copies(shaping: Shaping, vocab_size: int) -> float:
+    """Of a block's size, in float32, beside its raw logits in softmax passes: log-probabilities, probabilities and gradient, 3; at a cut
+    that may keep many, the order of these, with their ids; with a penalty its graph. Those numbers are what the head's test counts as
+    alive at the peak on a CPU, where a mask is a quarter, and an int64 is two."""
+    if shaping.repetition_penalty != 1.0:
+        return 6.25
+    most_kept = 0 if not shaping.cuts else min(shaping.top_k or vocab_size, vocab_size)
+    return max(3.0, 1.0 + 3.0 * most_kept / vocab_size)
 
 
 def _count_padded(num_rows: int) -> int:

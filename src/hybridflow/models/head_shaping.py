@@ -1,6 +1,6 @@
 """What sampling changes in a distribution beside its temperature: one function of rollout and trainer, so that both know the same one.
 
-Dimensions: S distributions, V vocabulary, K tokens of the top-k, L tokens of the longest history, N tokens of all rows, M targets.
+Dimensions: S distributions, V vocabulary, K most likely tokens, L tokens of the longest history, N tokens of all rows, M targets.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Shaped:
 
     tokens_N:         int64, all rows one after the other.
     starts_M, ends_M: int64; target i came after tokens_N[starts_M[i] : ends_M[i]], at least one.
-    kept_M:           int64 on the host, among how many tokens each was drawn; None where sampling cuts none.
+    num_kept_M:       int64 on the host, pinned where there is a GPU: among how many tokens each was drawn; None where sampling cuts none.
     """
 
     shaping: Shaping
     tokens_N: Tensor
     starts_M: Tensor
     ends_M: Tensor
-    kept_M: Tensor | None = None
+    num_kept_M: Tensor | None = None
 
     def shape(self, logits_CV: Tensor, targets_M: Tensor, chunk: slice) -> Tensor:
         """Logits of the distributions that the targets of a chunk were drawn from. Each target is kept, since it was drawn.
@@ -36,9 +36,9 @@ class Shaped:
         logits_CV: float32 (float64), divided by the temperature.
         """
         logits_CV = self._penalize(logits_CV, chunk)
-        if self.kept_M is None:
+        if self.num_kept_M is None:
             return logits_CV
-        return keep_most_likely(logits_CV, self.kept_M[chunk], targets_M[chunk])
+        return keep_most_likely(logits_CV, self.num_kept_M[chunk], targets_M[chunk])
 
     def find_gradient(self, grad_CV: Tensor, logits_CV: Tensor, chunk: slice) -> Tensor:
         """Gradient at the logits from the one at the shaped logits, which is 0 where these were cut.
@@ -100,23 +100,25 @@ def count_kept(cut_SV: Tensor) -> Tensor:
     return (cut_SV > -math.inf).sum(dim=-1).clamp_(min=1)
 
 
-def keep_most_likely(logits_SV: Tensor, kept_S: Tensor, drawn_S: Tensor) -> Tensor:
+def keep_most_likely(logits_SV: Tensor, num_kept_S: Tensor, drawn_S: Tensor) -> Tensor:
     """Logits with -inf outside so many of the most likely: what was cut, said of logits that may be rounded otherwise.
 
-    kept_S:  [S] int64 on the host, from `count_kept`; the largest says how many logits are put in order.
-    drawn_S: [S] int64, tokens that are kept whatever their probability, in place of the least likely of the others.
+    num_kept_S: [S] int64 on the host, from `count_kept`; the largest says how many logits are put in order.
+    drawn_S:    [S] int64, tokens that are kept whatever their probability; each counts as the most likely one of its row.
 
     Differs from asking the rules again: at the border rounding decides how many tokens these keep, and each log-probability jumps with the
     mass of one more. Where the number is known it decides only which of two tokens stays that are alike, so that log-probabilities are
-    at most twice as far apart as logits are. With the very logits of the draw it is the very set.
+    at most twice as far apart as these logits are. With the very logits of the draw it is the very set. Of equal logits at the border
+    those of the lowest ids stay, so that a row's set does not depend on what is beside it.
     """
-    most, device = min(int(kept_S.amax()), logits_SV.shape[-1]), logits_SV.device
-    order_SK, kept_S1 = logits_SV.detach().topk(most, dim=-1).indices, kept_S[:, None].to(device, non_blocking=True)
-    rank_K = torch.arange(most, device=device)
-    is_drawn_in_S1 = ((order_SK == drawn_S[:, None]) & (rank_K < kept_S1)).any(dim=-1, keepdim=True)
-    others_S1 = kept_S1 - (~is_drawn_in_S1).long()
-    is_out_SV = torch.ones_like(logits_SV, dtype=torch.bool).scatter_(1, order_SK, rank_K >= others_S1)
-    return logits_SV.masked_fill(is_out_SV.scatter_(1, drawn_S[:, None], False), -math.inf)
+    most = min(int(num_kept_S.amax()), logits_SV.shape[-1])
+    num_kept_S1 = num_kept_S[:, None].to(logits_SV.device, non_blocking=True)
+    ranked_SV = logits_SV.detach().scatter(1, drawn_S[:, None], math.inf)
+    floor_S1 = ranked_SV.topk(most, dim=-1).values.gather(1, num_kept_S1.clamp(max=most) - 1)
+    is_level_SV = ranked_SV == floor_S1
+    room_S1 = num_kept_S1 - (ranked_SV > floor_S1).sum(dim=-1, keepdim=True)
+    is_out_SV = is_level_SV & (is_level_SV.cumsum(dim=-1, dtype=torch.int32) > room_S1)
+    return logits_SV.masked_fill(is_out_SV.logical_or_(ranked_SV < floor_S1), -math.inf)
 
 
 def _find_floor(logits_SV: Tensor, shaping: Shaping, *, exact: bool) -> Tensor:

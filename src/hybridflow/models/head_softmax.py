@@ -35,8 +35,9 @@ class SoftmaxFunction(torch.autograd.Function):
                 logprobs[block] = logp_BV.gather(1, targets_M[block, None]).squeeze(1)
                 if settings.with_entropy:
                     entropy[block] = _entropy(logp_BV, torch.exp(logp_BV), settings.head)
-            # Not beside the next chunk's: scaled logits may be a view of the raw ones.
-            del raw_CV, logits_BV, logp_BV
+                # Not beside the next block's, or chunk's: scaled logits may be a view of the raw ones.
+                del logits_BV, logp_BV
+            del raw_CV
         ctx.save_for_backward(hidden_TD, weight_VD, targets_M, rows)
         ctx.settings = settings
         # An entropy that is only reported has no gradient, and costs no passes.

@@ -35,7 +35,6 @@ SCORED_COLUMNS = (
     "tokens",
     "loss_mask",
     "rollout_logprobs",
-    "kept_counts",
     "prompt_id",
     "group_id",
     "sample_id",

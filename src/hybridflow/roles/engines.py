@@ -91,12 +91,14 @@ def resolve_rollout(
     kind: Kind | None,
     *,
     assume_installed: bool = False,
+    cuts: bool = False,
 ) -> tuple[RolloutSettings, Choice]:
     """The settings with an engine in place of `auto`, and why this one. Raises ConfigError for an engine that cannot be had.
 
     num_workers:      that generate; None where the cluster will tell.
     kind:             what the placement says of the devices that generate; None leaves it to the model's settings.
     assume_installed: an engine that the settings name counts as installed: it will generate on other machines.
+    cuts:             see `choose_engine`.
     """
     on_gpu = (DEVICE_TYPES[kind] if kind else resolve_device(model.device)) != "cpu"
     installed = find_installed() | ({rollout.engine} if assume_installed else set())
@@ -111,6 +113,7 @@ def resolve_rollout(
         parameters=sum(shape.numel() for shape in read_shapes(read_config(model)).values()) if sized else None,
         url=rollout.vllm.url,
         numerics=numerics,
+        cuts=cuts,
     )
     if rollout.native.tp > 1 and num_workers is not None:
         split = plan_replicas(rollout, num_workers)

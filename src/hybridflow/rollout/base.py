@@ -115,7 +115,7 @@ class RolloutEngine(Protocol):
 
 def check_prompts(prompts: Batch) -> None:
     """Refuses a batch that no engine could take: ConfigError for a column in the way, ValueError for a group twice."""
-    taken = [name for name in ROLLOUT_COLUMNS if name in prompts.column_names]
+    taken = [name for name in (*ROLLOUT_COLUMNS, "kept_counts") if name in prompts.column_names]
     if taken:
         raise ConfigError(
             f"the prompts have columns {taken}, which the rollout writes; rename or drop them in the data"

@@ -62,6 +62,7 @@ def choose_engine(
     parameters: float | None = None,
     url: str | None = None,
     numerics: Numerics = "fast",
+    cuts: bool = False,
     measured: Sequence[Measured] = MEASURED,
 ) -> Choice:
     """The engine that `rollout.engine` means. Raises ConfigError for one that cannot be had.
@@ -69,8 +70,11 @@ def choose_engine(
     installed:  what of vllm and sglang is there.
     parameters: of the model, to find the measurement nearest in size (by ratio); None where that is not known.
     url:        of a vLLM server, which needs no vLLM here; `auto` takes it.
+    cuts:       samples that are trained on are drawn by `min_p`, `top_k` or `top_p`.
     """
     if wanted == "auto" and url is None:
+        if cuts:
+            return Choice("native", "which tells the trainer among how many tokens each was drawn")
         return _choose(installed, on_gpu, parameters, numerics, measured)
     if wanted == "native" and url is None:
         return Choice("native", "as rollout.engine says")
@@ -85,6 +89,11 @@ def choose_engine(
     if numerics == "exact":
         raise ConfigError(
             f"rollout.engine: '{wanted}' makes no row independent of its company, which numerics=exact asks for; set rollout.engine=native"
+        )
+    if cuts:
+        raise ConfigError(
+            f"rollout.engine: '{wanted}' does not tell among how many tokens each was drawn, which training on samples cut by min_p, top_k "
+            f"or top_p needs to know; set rollout.engine=native{'' if url is None else ' without rollout.vllm.url'}, or leave them out"
         )
     if not remote and wanted not in installed:
         raise ConfigError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,14 +34,14 @@ class Rows:
     tokens:    [sum of lengths] int32.
     loss_mask: [sum of lengths] bool, True where a token counts; all False in a row that is not OK.
     columns:   the per-token columns that a loss reads, [sum of lengths].
-    kept:      [sum of lengths] int32, among how many tokens each was drawn; None where the rows do not tell.
+    num_kept:  [sum of lengths] int32, among how many tokens each was drawn; None where the rows do not tell.
     """
 
     offsets: NDArray[np.int64]
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
     columns: dict[str, NDArray[np.float32]]
-    kept: NDArray[np.int32] | None = None
+    num_kept: NDArray[np.int32] | None = None
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -84,9 +84,8 @@ class PackedRows:
 
 
 def read_rows(batch: Batch | None, columns: Iterable[str] = ()) -> Rows:
-    """Reads `tokens`, `loss_mask`, `state`, the named float columns and `kept_counts` where it is there.
-
-    Raises ValueError naming the row where a length differs.
+    """Reads `tokens`, `loss_mask`, `state`, the named float columns and `kept_counts` where it is there; ValueError names the row where
+    a length differs.
 
     None is a batch without rows, of whatever columns.
     """
@@ -97,8 +96,8 @@ def read_rows(batch: Batch | None, columns: Iterable[str] = ()) -> Rows:
     ok = batch.numpy("state") == RowState.OK
     mask = _read_column(batch, "loss_mask", offsets).astype(np.bool_) & np.repeat(ok, np.diff(offsets))
     values = {name: _read_column(batch, name, offsets) for name in columns}
-    kept = _read_column(batch, "kept_counts", offsets) if "kept_counts" in batch else None
-    return Rows(offsets, tokens.values.numpy(), mask, values, kept)
+    num_kept = _read_column(batch, "kept_counts", offsets) if "kept_counts" in batch else None
+    return Rows(offsets, tokens.values.numpy(), mask, values, num_kept)
 
 
 def pack_rows(
@@ -155,21 +154,26 @@ def build_shaped(rows: Rows, packed: PackedRows, shaping: Shaping, device: torch
     """
     if shaping == UNSHAPED:
         return None
-    row_M = np.searchsorted(rows.offsets, packed.places_M, side="right") - 1
+    parts = (rows.tokens, rows.offsets[_find_rows(rows, packed)], packed.places_M)
+    tokens_N, starts_M, ends_M = (to_device(torch.from_numpy(part.astype(np.int64)), device) for part in parts)
+    num_kept_M = _read_num_kept(rows, packed, device) if shaping.cuts else None
+    return Shaped(shaping, tokens_N, starts_M, ends_M, num_kept_M)
 
-    def place(values: NDArray[Any]) -> Tensor:
-        return to_device(torch.from_numpy(values.astype(np.int64)), device)
 
-    shaped = Shaped(shaping, place(rows.tokens), place(rows.offsets[row_M]), place(packed.places_M))
-    if not shaping.cuts:
-        return shaped
-    kept_M = np.zeros(row_M.shape, np.int32) if rows.kept is None else rows.kept[packed.places_M]
-    if (untold := np.flatnonzero(kept_M < 1)).size:
+def _find_rows(rows: Rows, packed: PackedRows) -> NDArray[np.int64]:
+    """The row of each scored token."""
+    return np.searchsorted(rows.offsets, packed.places_M, side="right") - 1
+
+
+def _read_num_kept(rows: Rows, packed: PackedRows, device: torch.device) -> Tensor:
+    num_kept_M = np.zeros(packed.places_M.shape, np.int32) if rows.num_kept is None else rows.num_kept[packed.places_M]
+    if (untold := np.flatnonzero(num_kept_M < 1)).size:
         raise ValueError(
-            f"row {row_M[untold[0]]}: 'kept_counts' does not say among how many tokens each was drawn, which {shaping} asks for; take rows "
-            "of the native engine, or leave min_p=0, top_k=0 and top_p=1"
+            f"row {_find_rows(rows, packed)[untold[0]]}: 'kept_counts' does not say among how many tokens each was drawn, which min_p, "
+            "top_k and top_p ask for; take rows that the native engine has sampled with them"
         )
-    return replace(shaped, kept_M=torch.from_numpy(kept_M.astype(np.int64)))
+    counts = torch.from_numpy(num_kept_M.astype(np.int64))
+    return counts if device.type == "cpu" else counts.pin_memory()
 
 
 @dataclass(frozen=True)

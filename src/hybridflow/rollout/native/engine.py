@@ -287,7 +287,7 @@ class NativeEngine:
             samples,
             sampling.max_new_tokens,
             self.model.config.max_position_embeddings,
-            counts_kept=sampling.cuts,
+            cuts=sampling.cuts,
         )
         sequences.finish[np.repeat(np.array([bool(error) for error in errors_P], np.bool_), samples)] = Finish.FAILED
         keys_R = compute_keys(
@@ -336,7 +336,7 @@ class NativeEngine:
             rows.samples,
             tokens=[rows.tokens[i, :end] for i, end in enumerate(ends)],
             logprobs=[rows.logprobs[i, :end] for i, end in enumerate(ends)],
-            kept_counts=None if rows.kept is None else [rows.kept[i, :end] for i, end in enumerate(ends)],
+            kept_counts=None if rows.num_kept is None else [rows.num_kept[i, :end] for i, end in enumerate(ends)],
             prompt_lengths=starts,
             responses=job.stops.decode(
                 [rows.tokens[i, s:e] for i, (s, e) in enumerate(zip(starts, ends, strict=True))]

@@ -69,7 +69,7 @@ class _State:
     """Rows' state at fixed addresses; each field [C] but for tables [C, W], outputs [S, C], the step's own number [1] and `seen`.
 
     seen:     [C, V] bool, which tokens each row holds; None until a way of sampling looks back.
-    out_kept: [S, C] int32, among how many tokens each was drawn; None until a way of sampling cuts.
+    out_num_kept: [S, C] int32, among how many tokens each was drawn; None until a way of sampling cuts.
     """
 
     tokens: Tensor
@@ -85,7 +85,7 @@ class _State:
     out_logprobs: Tensor
     step: Tensor
     seen: Tensor | None = None
-    out_kept: Tensor | None = None
+    out_num_kept: Tensor | None = None
 
     @classmethod
     def build(cls, num_seats: int, num_blocks: int, device: torch.device) -> _State:
@@ -180,8 +180,8 @@ class GraphDecoder:
             state.seen = torch.zeros(
                 (len(state.tokens), len(self._is_stop_V)), dtype=torch.bool, device=state.tokens.device
             )
-        if self._form.cuts and state.out_kept is None:
-            state.out_kept = torch.zeros_like(state.out_tokens)
+        if self._form.cuts and state.out_num_kept is None:
+            state.out_num_kept = torch.zeros_like(state.out_tokens)
         self._is_stop_V.zero_()
         self._is_stop_V[torch.from_numpy(stop_ids).to(self._model.device)] = 1
 
@@ -229,7 +229,7 @@ class GraphDecoder:
             graph.replay()
         outputs = [state.out_tokens, state.out_logprobs]
         if self._form.cuts:
-            outputs.append(self._get_kept(count))
+            outputs.append(self._get_num_kept(count))
         return GraphWindow(steps, [output[:steps, :count] for output in outputs], self._group)
 
     def stop(self, seats: np.ndarray) -> None:
@@ -252,10 +252,10 @@ class GraphDecoder:
         assert seen_CV is not None, "prepare() makes it where sampling looks back"
         return seen_CV[:count]
 
-    def _get_kept(self, count: int) -> Tensor:
-        kept_SC = self._get_state().out_kept
-        assert kept_SC is not None, "prepare() makes it where sampling cuts"
-        return kept_SC[:, :count]
+    def _get_num_kept(self, count: int) -> Tensor:
+        num_kept_SC = self._get_state().out_num_kept
+        assert num_kept_SC is not None, "prepare() makes it where sampling cuts"
+        return num_kept_SC[:, :count]
 
     def _find_graph(self) -> torch.cuda.CUDAGraph:
         key = (self._num_seats, self._form)
@@ -296,9 +296,9 @@ class GraphDecoder:
             self._model, hidden_BD, state.keys[:count], state.lengths[:count], self._form.temperature,
             self._form.shaping, seen_BV,
         )  # fmt: skip
-        if drawn.kept is not None:
+        if drawn.num_kept is not None:
             # Before the step is counted.
-            self._get_kept(count).index_copy_(0, state.step.long(), drawn.kept[None].int())
+            self._get_num_kept(count).index_copy_(0, state.step.long(), drawn.num_kept[None].int())
         advance.finish_step(state, count, drawn.tokens, drawn.logprobs, self._is_stop_V)
         if seen_BV is not None:
             # Of an idle seat this is the token that it had, so that the runs that warm up change nothing.

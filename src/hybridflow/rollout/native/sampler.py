@@ -20,12 +20,12 @@ class Drawn(NamedTuple):
 
     tokens:   [S] int64.
     logprobs: [S] float32, under the distribution that it was drawn from.
-    kept:     [S] int64, among how many tokens it was drawn; None where none are cut.
+    num_kept: [S] int64, among how many tokens it was drawn; None where none are cut.
     """
 
     tokens: Tensor
     logprobs: Tensor
-    kept: Tensor | None
+    num_kept: Tensor | None
 
 
 def sample_tokens(
@@ -43,19 +43,19 @@ def sample_tokens(
     Tokens stand in order of id, not of probability: rounding that swaps two near-equal logits then moves no draw. The
     sum runs in float64, so a token of 1e-12 keeps its share. Logits that are not finite give such a log-probability.
     """
-    kept_S = None
+    num_kept_S = None
     if uniforms_S is None:
         logprobs_SV = compute_log_softmax(logits_SV, exact=exact)
         tokens_S = logits_SV.argmax(dim=-1)
     else:
         cut_SV = cut_logits(logits_SV, shaping, exact=exact)
-        kept_S = count_kept(cut_SV) if shaping.cuts else None
+        num_kept_S = count_kept(cut_SV) if shaping.cuts else None
         logprobs_SV = compute_log_softmax(cut_SV, exact=exact)
         cumulative_SV = _cumulate(logprobs_SV.exp().double(), exact)
         targets_S1 = uniforms_S[:, None] * cumulative_SV[:, -1:]
         # The clamp serves rows of NaN alone: a uniform below 1 times the sum is below the sum.
         tokens_S = torch.searchsorted(cumulative_SV, targets_S1, right=True)[:, 0].clamp_(max=logits_SV.shape[-1] - 1)
-    return Drawn(tokens_S, logprobs_SV.gather(1, tokens_S[:, None])[:, 0], kept_S)
+    return Drawn(tokens_S, logprobs_SV.gather(1, tokens_S[:, None])[:, 0], num_kept_S)
 
 
 def _cumulate(values_SV: Tensor, exact: bool) -> Tensor:

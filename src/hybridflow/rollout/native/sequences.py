@@ -27,24 +27,24 @@ class Draws(NamedTuple):
 
     tokens:   [B] int32.
     logprobs: [B] float32.
-    kept:     [B] int32, among how many tokens each was drawn; None where none are cut.
+    num_kept: [B] int32, among how many tokens each was drawn; None where none are cut.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
-    kept: np.ndarray | None = None
+    num_kept: np.ndarray | None = None
 
     def at(self, index: int | np.ndarray | None) -> Draws:
         """Those of one step, or of some rows; None: as one step of several."""
-        return Draws(self.tokens[index], self.logprobs[index], None if self.kept is None else self.kept[index])
+        return Draws(self.tokens[index], self.logprobs[index], None if self.num_kept is None else self.num_kept[index])
 
     def spread(self, places: np.ndarray, size: int) -> Draws:
         """Over so many rows, these at the places given; the others have no token, which is -1."""
         tokens, logprobs, kept = np.full(size, -1, np.int32), np.zeros(size, np.float32), None
         tokens[places], logprobs[places] = self.tokens, self.logprobs
-        if self.kept is not None:
+        if self.num_kept is not None:
             kept = np.zeros(size, np.int32)
-            kept[places] = self.kept
+            kept[places] = self.num_kept
         return Draws(tokens, logprobs, kept)
 
 
@@ -55,7 +55,7 @@ class Sequences:
 
     tokens:        [R + P, W] int32; a row's prompt and what was sampled so far.
     logprobs:      [R, W] float32; value t speaks of token t, 0.0 on the prompt.
-    kept:          [R, W] int32, among how many tokens token t was drawn, 0 on the prompt; None where sampling cuts none.
+    num_kept:      [R, W] int32, among how many tokens token t was drawn, 0 on the prompt; None where sampling cuts none.
     length:        [R + P] int64, tokens known.
     prompt_length: [R + P] int64.
     max_length:    [R + P] int64, length at which a row ends.
@@ -66,7 +66,7 @@ class Sequences:
     """
 
     def __init__(
-        self, prompts: list[np.ndarray], samples: int, max_new_tokens: int, context: int, *, counts_kept: bool = False
+        self, prompts: list[np.ndarray], samples: int, max_new_tokens: int, context: int, *, cuts: bool = False
     ) -> None:
         self.samples = samples
         self.num_rows = len(prompts) * samples
@@ -76,7 +76,7 @@ class Sequences:
         self.max_length = np.minimum(self.prompt_length + max_new_tokens, context)
         self.tokens = np.zeros((len(self.length), int(self.max_length.max(initial=0))), np.int32)
         self.logprobs = np.zeros((self.num_rows, self.tokens.shape[1]), np.float32)
-        self.kept = np.zeros(self.logprobs.shape, np.int32) if counts_kept else None
+        self.num_kept = np.zeros(self.logprobs.shape, np.int32) if cuts else None
         self.finish = np.zeros(self.num_rows, np.int8)
         self.checksum = 0
         for group, prompt in enumerate(prompts):
@@ -88,8 +88,9 @@ class Sequences:
         at = self.length[rows]
         self.tokens[rows, at] = drawn.tokens
         self.logprobs[rows, at] = drawn.logprobs
-        if self.kept is not None and drawn.kept is not None:
-            self.kept[rows, at] = drawn.kept
+        assert (self.num_kept is None) == (drawn.num_kept is None), "counts come where sampling cuts, and nowhere else"
+        if self.num_kept is not None and drawn.num_kept is not None:
+            self.num_kept[rows, at] = drawn.num_kept
         self.length[rows] += 1
         self.checksum = zlib.crc32(drawn.tokens.astype(np.int32).tobytes(), self.checksum)
 
