@@ -203,6 +203,23 @@ def test_every_command_starts_from_its_shipped_configuration(
 
 
 @pytest.mark.parametrize(
+    ("name", "word", "key", "default"),
+    [
+        ("eval", "evaluation.sampling.max_new_tokens=5", "evaluation.sampling.temperature", 0.0),
+        ("rl", "evaluation.sampling.max_new_tokens=5", "evaluation.sampling.temperature", 0.0),
+        ("rl", "~sampling.samples_per_prompt", "sampling.samples_per_prompt", 8),
+        ("sft", "~train.optimizer.lr", "train.optimizer.lr", 1e-5),
+    ],
+)
+def test_a_section_that_is_given_in_part_has_the_commands_defaults_for_the_rest(
+    capsys: pytest.CaptureFixture[str], name: str, word: str, key: str, default: float
+) -> None:
+    assert main([name, *REQUIRED[name], word, "--print-config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert functools.reduce(lambda node, part: node[part], key.split("."), printed) == default
+
+
+@pytest.mark.parametrize(
     ("name", "missing"),
     [
         ("sft", ["data.files"]),

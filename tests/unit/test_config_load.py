@@ -1,6 +1,8 @@
 """Loading: YAML, defaults lists, references and overrides to a settings object, and back."""
 
+import copy
 import string
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,7 +11,16 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from hybridflow.config import ConfigError, Field, check_config, describe_config, load_config, settings, to_yaml
+from hybridflow.config import (
+    AliasChoices,
+    ConfigError,
+    Field,
+    check_config,
+    describe_config,
+    load_config,
+    settings,
+    to_yaml,
+)
 
 
 @settings
@@ -367,6 +378,89 @@ def test_plain_values_are_checked_alike() -> None:
         ConfigError, match=r"^unknown key 'actor.optim' \(value \{\}\): the nearest key is 'actor.optimizer'"
     ):
         check_config(Root, {"model": "x", "actor": {"optim": {}}})
+
+
+@settings
+class Trainer:
+    """A section whose object is not what its class says, twice."""
+
+    optimizer: Optimizer = Field(default_factory=lambda: Optimizer(lr=0.5))
+    """How weights move."""
+    critic: Optimizer | None = Field(default_factory=lambda: Optimizer(lr=0.25, schedule="linear"))
+    """How the critic's move."""
+    betas: tuple[float, ...] = (0.1, 0.2)
+    """A list."""
+    degree: int = Field(default=1, validation_alias=AliasChoices("degree", "size"))
+    """A key of two names."""
+
+
+@settings
+class Differs:
+    """A root whose sections have objects of their own."""
+
+    trainer: Trainer = Field(default_factory=lambda: Trainer(optimizer=Optimizer(lr=0.125), degree=4, betas=(0.3,)))
+    """Who trains."""
+    plain: Trainer | None = None
+    """Who trains too, if given."""
+    several: tuple[Trainer, ...] = ()
+    """Some more."""
+    by_name: dict[str, Trainer] = Field(default_factory=dict)
+    """Some with names."""
+    engine: Annotated[Native | Served, Field(discriminator="kind")] = Field(default_factory=lambda: Native(max_rows=3))
+    """Who generates."""
+
+
+OWN, ROOTS = Trainer(), Differs().trainer
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"trainer": {}}, Differs()),
+        ({"trainer": {"degree": 2}}, Differs(trainer=replace(ROOTS, degree=2))),
+        ({"trainer": {"size": 2}}, Differs(trainer=replace(ROOTS, degree=2))),
+        ({"trainer": {"betas": []}}, Differs(trainer=replace(ROOTS, betas=()))),
+        (
+            {"trainer": {"optimizer": {"schedule": "cosine"}}},
+            Differs(trainer=replace(ROOTS, optimizer=Optimizer(lr=0.125, schedule="cosine"))),
+        ),
+        (
+            {"trainer": {"critic": {"lr": 2.0}}},
+            Differs(trainer=replace(ROOTS, critic=Optimizer(lr=2.0, schedule="linear"))),
+        ),
+        ({"trainer": {"critic": None}}, Differs(trainer=replace(ROOTS, critic=None))),
+        ({"plain": {}}, Differs(plain=OWN)),
+        (
+            {"plain": {"optimizer": {"schedule": "cosine"}}},
+            Differs(plain=replace(OWN, optimizer=Optimizer(lr=0.5, schedule="cosine"))),
+        ),
+        (
+            {"several": [{}, {"critic": {"lr": 2.0}}]},
+            Differs(several=(OWN, replace(OWN, critic=Optimizer(lr=2.0, schedule="linear")))),
+        ),
+        (
+            {"by_name": {"a": {"optimizer": {"betas": [0.5, 0.5]}}}},
+            Differs(by_name={"a": replace(OWN, optimizer=Optimizer(lr=0.5, betas=(0.5, 0.5)))}),
+        ),
+        ({"engine": {"kind": "native"}}, Differs()),
+        ({"engine": {"kind": "served", "address": "x"}}, Differs(engine=Served(address="x"))),
+    ],
+)
+def test_a_section_keeps_its_own_defaults_beside_the_keys_that_are_given(
+    values: dict[str, Any], expected: Differs
+) -> None:
+    given = copy.deepcopy(values)
+    assert check_config(Differs, values) == expected
+    assert values == given
+
+
+def test_a_wrong_value_in_a_section_is_told_the_sections_own_default() -> None:
+    with pytest.raises(ConfigError, match="^trainer.optimizer.lr is 0 .*leave it at its default, 0.125$"):
+        check_config(Differs, {"trainer": {"optimizer": {"lr": 0}}})
+    with pytest.raises(ConfigError, match="^plain.optimizer.lr is 0 .*leave it at its default, 0.5$"):
+        check_config(Differs, {"plain": {"optimizer": {"lr": 0}}})
+    with pytest.raises(ConfigError, match="^trainer.size and trainer.degree are two names of one setting"):
+        check_config(Differs, {"trainer": {"size": 2, "degree": 2}})
 
 
 ALPHABET = string.ascii_letters + string.digits + " ${}\\'\"#:,[]\n\t?!&*|>%@`é漢"

@@ -333,6 +333,25 @@ def test_what_the_table_allows_is_taken_as_it_is(command: str) -> None:
     assert taken > 30
 
 
+@pytest.mark.parametrize("command", sorted(TREES))
+def test_a_key_that_is_given_leaves_the_defaults_of_all_others(command: str) -> None:
+    """E.g. `evaluation.sampling.max_new_tokens=5` does not end greedy decoding."""
+    tree = TREES[command]
+    whole = to_plain(check_config(tree.settings, tree.right))
+    leaves = list(iter_leaves(whole))
+    assert len(leaves) > 4
+    for path, value in leaves:
+        assert to_plain(check_config(tree.settings, put(tree.right, path, value))) == whole, path
+
+
+def iter_leaves(values: Any, above: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
+    if not isinstance(values, dict) or not values:
+        yield above, values
+        return
+    for key, value in values.items():
+        yield from iter_leaves(value, (*above, key))
+
+
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_the_command_line_says_the_same_and_starts_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, first: int

@@ -192,7 +192,7 @@ def _remedy(cls: type, path: Path, key: str) -> str:
         return f"set {key}{_about(cls, path)}"
     if field.default is PydanticUndefined or schema.is_settings(type(field.default)):
         return "correct it or leave it out"
-    return f"correct it or leave it at its default, {shown(field.default)}"
+    return f"correct it or leave it at its default, {shown(schema.default_at(cls, path))}"
 
 
 def _about(cls: type, path: Path) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from hybridflow.config import schema
 from hybridflow.config.errors import ConfigError
@@ -74,15 +75,40 @@ def _key(part: str, node: Any) -> str | int:
 
 
 def check_config(cls: type[T], values: Mapping[str, Any]) -> T:
-    """The settings object that plain values (of YAML or JSON) describe. Raises ConfigError, one sentence a line."""
+    """The settings object that plain values (of YAML or JSON) describe. Raises ConfigError, one sentence a line.
+
+    What a section's keys leave out is as in the object that its field has for a default, else as its class says.
+    """
+    filled = _fill(cls, json.loads(json.dumps(values, default=_refuse)), ())
     try:
         # As JSON, because that alone lets a mapping stand for a section and a list for a tuple while numbers stay strict.
-        checked: T = TypeAdapter(cls).validate_json(json.dumps(values, default=_refuse))
+        checked: T = TypeAdapter(cls).validate_json(json.dumps(filled))
     except ValidationError as error:
-        raise ConfigError(explain_all(error, cls, values)) from None
+        raise ConfigError(explain_all(error, cls, filled)) from None
     if huge := explain_huge(checked):
         raise ConfigError(huge)
     return checked
+
+
+def _fill(cls: type, node: Any, path: tuple[str, ...]) -> Any:
+    """Plain values, each section with what its keys leave out: pydantic drops a field's default as soon as one key is given."""
+    if isinstance(node, list):
+        return [_fill(cls, item, (*path, str(index))) for index, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    given = {key: _fill(cls, item, (*path, key)) for key, item in node.items()}
+    default = schema.default_at(cls, path)
+    if not schema.is_settings(type(default)) or not _is_of_kind(default, given, schema.field_at(cls, path)):
+        return given
+    names = {schema.spellings(type(default)).get(key) for key in given}
+    left_out = schema.fields(type(default)).keys() - names
+    return given | {name: to_plain(vars(default)[name]) for name in left_out}
+
+
+def _is_of_kind(default: Any, given: Mapping[str, Any], field: FieldInfo | None) -> bool:
+    """Whether a section of several kinds is given as the one that its default is."""
+    kind = None if field is None else field.discriminator
+    return not isinstance(kind, str) or given.get(kind) == vars(default)[kind]
 
 
 def to_plain(value: Any) -> Any:

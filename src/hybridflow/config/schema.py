@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import AliasChoices, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 _NEAR = 0.6
 _SAME_WORD = 0.8
@@ -103,6 +104,22 @@ def field_at(cls: type, path: tuple[str, ...]) -> FieldInfo | None:
         if path[-1] in spellings(owner):
             return fields(owner)[spellings(owner)[path[-1]]]
     return None
+
+
+def default_at(cls: type, path: tuple[str, ...]) -> Any:
+    """What the key at a dotted path is when it is left out, also in a section that is given; PydanticUndefined where it must be set.
+
+    A section's field may have an object for a default that differs from the section's class; the outermost such object decides.
+    """
+    default: Any = PydanticUndefined
+    for depth, part in enumerate(path, start=1):
+        names = spellings(type(default)) if is_settings(type(default)) else {}
+        if part in names:
+            default = vars(default)[names[part]]
+        else:
+            field = field_at(cls, path[:depth])
+            default = PydanticUndefined if field is None else field.get_default(call_default_factory=True)
+    return default
 
 
 def is_known(cls: type, key: str) -> bool:
