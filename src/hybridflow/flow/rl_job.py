@@ -59,8 +59,8 @@ class RLConfig:
     numerics: Numerics = "fast"
     """`exact` makes each row's numbers independent of all around it; `fast` states tolerances."""
     sampling: SamplingParams = Field(default_factory=lambda: SamplingParams(samples_per_prompt=8))
-    """How training samples are drawn. The loss uses the same temperature and repetition penalty, and the same `min_p`, `top_k` and `top_p`,
-    which numerics=exact allows here."""
+    """How training samples are drawn. The loss uses the same temperature, repetition penalty, `min_p`, `top_k` and `top_p`; the last three
+    need the native engine."""
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     """Who generates."""
     reward: RewardSettings = Field(default_factory=RewardSettings)
