@@ -23,6 +23,7 @@ from hybridflow.flow import commands
 NEW = ["model.path=null", "model.tokenizer=tiny"]
 RL = ["rl", "model.path=tiny", "data.files=[few.jsonl]", "reward.function=rewards.py:good", "run.progress=false"]
 SFT = ["sft", "model.path=tiny", "data.files=[few.jsonl]", "data.response_column=answer", "run.progress=false"]
+EVAL = ["eval", "model.path=tiny", "reward.function=rewards.py:good"]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "run" / "metrics.jsonl").write_text("")
     (root / "few.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": "1"}) + "\n" for i in range(8)))
     (root / "empty.jsonl").write_text("")
+    (root / "taken.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
     (root / "rewards.py").write_text("X = 3\ndef good(response): return 1.0\ndef asks(response, gold): return 1.0\n")
     (root / "torn.py").write_text("def good(:\n")
     return root
@@ -123,6 +125,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "evaluation.stop_at: 0.9 is never reached, since evaluation.data is not given; give evaluation.data.files=[...]",
         ),
         ([*RL, "evaluation.data.files=[nowhere.jsonl]"], "evaluation.data.files: 'nowhere.jsonl' names no file"),
+        (
+            [*EVAL, "evaluation.data.files=[taken.jsonl]"],
+            "evaluation.data.rename: the rows have a column 'response', which is what a rollout calls a column of its own; "
+            "set evaluation.data.rename.response to another name, e.g. data_response",
+        ),
+        (
+            [*EVAL, "evaluation.data.files=[few.jsonl]", "evaluation.data.min_tokens=9", "evaluation.data.max_tokens=8"],
+            "evaluation.data.min_tokens: 9 is more than evaluation.data.max_tokens=8, and no row is both; lower it",
+        ),
         ([*SFT, "evaluation.data.files=[few.jsonl]"], "reward.function: evaluation.data is given, and nothing says what"),
         (
             [*RL, "sampling.top_p=0.9", "rollout.engine=vllm"],
@@ -227,6 +238,18 @@ def test_a_wrong_command_line(
     (line,) = [line for line in shown.err.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: {message}")
     assert ("; " in line or ": rename " in line or ": name " in line) and "Traceback" not in shown.err
+
+
+def test_a_held_out_row_that_cannot_be_used(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    limits = ["evaluation.data.max_tokens=2", "evaluation.data.on_long_row=error"]
+    assert main([*EVAL, "evaluation.data.files=[few.jsonl]", *limits]) == 1
+    assert capsys.readouterr().err == (
+        "error: few.jsonl, line 1: it has 5 tokens, more than evaluation.data.max_tokens=2; raise that, or set "
+        "evaluation.data.on_long_row to drop or truncate\n"
+    )
 
 
 def test_a_disk_that_is_full_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

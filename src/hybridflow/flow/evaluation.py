@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +11,17 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridflow.batch import Batch
 from hybridflow.config import ConfigError, Field, HybridflowError, settings
-from hybridflow.data import DataSettings, chat_stop_ids, read_prompts
+from hybridflow.data import DataError, DataSettings, chat_stop_ids, read_prompts
 from hybridflow.observability.phases import phase
 from hybridflow.rewards import RewardSettings, check_reward
 from hybridflow.roles.generator import Generator
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import Runtime
 from hybridflow.types import BatchRef, Metrics, SamplingParams, mean, total
+
+_DATA_KEY = re.compile(
+    rf"(?<![\w./'])data(?=\.({'|'.join(field.name for field in dataclasses.fields(DataSettings))})\b)"
+)
 
 
 @settings
@@ -63,9 +69,9 @@ def read_held_out(
         )
     try:
         prompts = read_prompts(settings.data, tokenizer, max_rows=settings.max_prompts)
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         # The data room calls its own section `data`; here it stands in another one.
-        raise ConfigError(f"evaluation.{error}" if str(error).startswith("data") else str(error)) from None
+        raise type(error)(_DATA_KEY.sub("evaluation.data", str(error))) from error.__cause__
     own = set(prompts.column_names) - {"prompt_id", "group_id", "prompt_tokens", "prompt"}
     reward = reward or RewardSettings()
     routes = prompts.pylist(reward.route_by) if reward.route_by in own else ()
