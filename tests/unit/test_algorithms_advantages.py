@@ -15,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from hybridflow.algorithms import compute_constant_groups, compute_group_advantages
-from hybridflow.algorithms.advantages import compute_advantages, resolve_advantage_function
+from hybridflow.algorithms.advantages import AdvantageError, compute_advantages, resolve_advantage_function
 from hybridflow.config import ConfigError
 
 
@@ -159,6 +159,12 @@ def test_a_users_function_that_forgets_the_ok_mask_is_stopped() -> None:
 def test_a_users_function_of_the_wrong_shape_is_named() -> None:
     with pytest.raises(ValueError, match=r"returned shape \(1,\) for 2 rows"):
         compute_advantages(lambda r, g, o: [0.0], np.zeros(2), np.zeros(2, np.int64), np.ones(2, bool))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_users_function_that_leaves_float32_is_told_in_the_sentence_alone() -> None:
+    with pytest.raises(AdvantageError, match=r"returned -1e\+300 at row 1 \(group 4\): return finite float32 values"):
+        compute_advantages(lambda r, g, o: [0.0, -1e300], np.zeros(2), np.full(2, 4), np.ones(2, bool))
 
 
 def test_a_users_function_is_not_called_without_ok_rows() -> None:

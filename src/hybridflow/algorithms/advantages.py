@@ -126,7 +126,8 @@ def compute_advantages(
         raise AdvantageError(
             f"advantage function '{_name(function)}' returned shape {returned.shape} for {ok_S.size} rows: return one float per row"
         )
-    advantages_S = np.where(ok_S, returned, 0.0).astype(np.float32)
+    with np.errstate(over="ignore"):  # What float32 does not hold becomes infinite and is told below.
+        advantages_S = np.where(ok_S, returned, 0.0).astype(np.float32)
     wrong = np.flatnonzero(~np.isfinite(advantages_S))
     if wrong.size:
         raise AdvantageError(
