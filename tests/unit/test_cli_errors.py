@@ -196,6 +196,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "output: 'hollow' is a directory; name a file, such as hollow/samples.parquet",
         ),
         (["generate", "model.path=tiny", "prompts=[a]", "output=no/x"], "output: the directory of 'no/x' does not exist; "),
+        *(
+            ([*words, f"output={name}"], f"output: '{name}' would be a Parquet file by another name; give one that ends in .parquet")
+            for words in (["generate", "model.path=tiny", "prompts=[a]"], [*EVAL, "evaluation.data.files=[few.jsonl]"])
+            for name in ("o.jsonl", "hollow/o.csv", "o.parquet.gz", "o")
+        ),
         (["eval", "model.path=tiny", "evaluation.data.files=[few.jsonl]"], "reward.function: nothing is rewarded; give "),
         (["export", "checkpoint=nowhere", "output=o"], "checkpoint: 'nowhere' is no directory; give "),
         (["export", "checkpoint=tiny", "output=o"], "checkpoint: 'tiny' holds no whole checkpoint; give "),
@@ -208,8 +213,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "output: 'file/x/y' cannot be written (Not a directory); name a directory in a directory that can be",
         ),
         (
-            ["generate", "model.path=tiny", "prompts=[a]", f"output={'x' * 250}"],
-            f"output: '{'x' * 250}' cannot be written (File name too long); name a file in a directory that can be",
+            ["generate", "model.path=tiny", "prompts=[a]", f"output={'x' * 242}.parquet"],
+            f"output: '{'x' * 242}.parquet' cannot be written (File name too long); name a file in a directory that can be",
         ),
         (["plan", "eval"], "'eval' is no command that can be planned; write one of rl, sft"),
         (["plan", *RL, "--svg", "no/x.svg"], "--svg: 'no/x.svg' cannot be written (No such file or directory); "),

@@ -40,7 +40,7 @@ class GenerateConfig:
     data: DataSettings | None = None
     """Rows whose prompts are continued, after `prompts`."""
     output: str | None = None
-    """Parquet file for the samples; null prints them alone."""
+    """Parquet file for the samples, `.parquet`; null prints them alone."""
     sampling: SamplingParams = Field(default_factory=SamplingParams)
     """How responses are drawn."""
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
@@ -62,7 +62,7 @@ class EvalConfig:
     reward: RewardSettings
     """What a response is worth."""
     output: str | None = None
-    """Parquet file for the scored samples."""
+    """Parquet file for the scored samples, `.parquet`; null writes none."""
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     """Who generates."""
     numerics: Numerics = "fast"
@@ -203,6 +203,10 @@ def _check_output(output: str | None) -> None:
         if not Path(output).absolute().parent.is_dir():
             raise ConfigError(
                 f"output: the directory of '{output}' does not exist; make it, or name a file in one that does"
+            )
+        if Path(output).suffix.lower() != ".parquet":
+            raise ConfigError(
+                f"output: '{output}' would be a Parquet file by another name; give one that ends in .parquet"
             )
         _try_file(Path(output).absolute().parent, Path(output).name)
 
