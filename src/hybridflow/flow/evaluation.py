@@ -33,7 +33,7 @@ class HeldOutSettings:
     max_prompts: int = Field(default=0, ge=0)
     """Takes the first this many rows; 0 takes all."""
     sampling: SamplingParams = Field(default_factory=lambda: SamplingParams(temperature=0.0))
-    """How responses are drawn; greedy by default."""
+    """How responses are drawn; greedy by default. From Python a `SamplingParams` is taken whole: give it temperature=0 too."""
 
 
 @settings
