@@ -57,6 +57,11 @@ class Shaping:
         """Whether some tokens cannot be drawn."""
         return self.min_p > 0.0 or self.top_k > 0 or self.top_p < 1.0
 
+    @property
+    def uncut(self) -> Shaping:
+        """The same with every token possible."""
+        return Shaping(self.repetition_penalty)
+
 
 UNSHAPED = Shaping()
 """The model's own distribution."""

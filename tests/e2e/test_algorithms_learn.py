@@ -140,5 +140,25 @@ def test_shaped_samples_train_at_a_ratio_of_one(
     steps = learn("steps=4", "algorithm.kl_coefficient=0.05", *shaping)
     gap = 0.0 if "numerics=exact" in shaping else 1e-5
     assert max(step["policy/logprob_gap_max"] for step in steps) <= gap
-    # The reference is scored by the same shape, so that it starts at the policy.
-    assert abs(steps[0]["policy/kl_to_reference"]) <= gap and steps[-1]["policy/kl_to_reference"] > 1e-5
+    first, last = steps[0]["policy/kl_to_reference"], steps[-1]["policy/kl_to_reference"]
+    if any("_p=" in setting for setting in shaping):
+        assert first > 1e-3  # The reference knows the tokens that were cut.
+    else:
+        assert abs(first) <= gap and last > 1e-5
+
+
+@pytest.mark.parametrize("adapter", [(), ("+train.lora={rank: 4, alpha: 8}",)], ids=["a model", "without the adapter"])
+def test_the_kl_of_a_policy_of_one_token_is_what_the_reference_thinks_of_it(
+    learn: Callable[..., list[dict[str, Any]]], adapter: tuple[str, ...]
+) -> None:
+    """Were the reference cut as the draw was, its set would be that token, and the KL 0."""
+    settings = (
+        "steps=1",
+        "algorithm.drop_constant_groups=false",
+        "algorithm.report_kl=true",
+        "algorithm.kl_estimator=k1",
+    )
+    (greedy,) = learn(*settings, "sampling.top_k=1", *adapter)
+    assert greedy["policy/kl_to_reference"] > 0.1 and greedy["policy/logprob_gap_max"] == 0.0
+    (whole,) = learn(*settings, *adapter)
+    assert abs(whole["policy/kl_to_reference"]) < 1e-5

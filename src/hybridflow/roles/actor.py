@@ -19,7 +19,7 @@ from hybridflow.roles.shares import plan_shares, split_rows
 from hybridflow.rollout import NativeSettings
 from hybridflow.runtime.api import Group, Pieces, Runtime
 from hybridflow.train_engine import Layout, compute_model_work, plan_layout
-from hybridflow.types import BatchRef, MetricsRef, Objective, Ref, SamplingParams
+from hybridflow.types import BatchRef, MetricsRef, Objective, Ref, SamplingParams, Shaping
 
 CHUNKS_PER_TRAINER, MAX_CHUNKS = 8, 512
 """Chunks of a step for each trainer, enough for shares of nearly equal cost, and in all: each costs the controller something."""
@@ -78,14 +78,14 @@ class Actor(Generator):
 
     def log_prob(self, batch: BatchRef) -> BatchRef:
         """Log-probabilities of the sampled tokens under the weights as they are now."""
-        return self._score(batch, ActorWorker.log_prob, "trainer")
+        return self._score(batch, ActorWorker.log_prob, "trainer", self._sampling.shaping)
 
     def reference_log_prob(self, batch: BatchRef) -> BatchRef:
-        """The same under the model without its adapter."""
-        return self._score(batch, ActorWorker.reference_log_prob, "reference")
+        """Those under the model without its adapter, cut nowhere, as `Reference.log_prob`."""
+        return self._score(batch, ActorWorker.reference_log_prob, "reference", self._sampling.shaping.uncut)
 
-    def _score(self, batch: BatchRef, verb: Callable[..., Pieces[Batch]], part: str) -> BatchRef:
-        tokens, drawn = batch.only(TOKENS), (self._sampling.temperature, self._sampling.shaping)
+    def _score(self, batch: BatchRef, verb: Callable[..., Pieces[Batch]], part: str, shaping: Shaping) -> BatchRef:
+        tokens, drawn = batch.only(TOKENS), (self._sampling.temperature, shaping)
         if self._is_whole and self._layout.sequence == 1:
             return add_columns(self._runtime, self._trainers, verb, tokens, part, *drawn)
         places = [self._layout.coordinates(rank) for rank in range(self._layout.size)]

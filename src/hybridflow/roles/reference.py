@@ -30,7 +30,7 @@ class ReferenceWorker:
 
 
 class Reference:
-    """Verbs of the reference policy on the page. sampling: of what it scores, which has its temperature and shaping."""
+    """Verbs of the reference policy on the page. sampling: of what it scores, which has its temperature and penalty, and is not cut."""
 
     def __init__(self, runtime: Runtime, spec: ModelSpec, sampling: SamplingParams, *, micro_batch_tokens: int) -> None:
         self._runtime = runtime
@@ -38,7 +38,7 @@ class Reference:
         self._workers = runtime.place("reference", ReferenceWorker, spec, micro_batch_tokens)
 
     def log_prob(self, batch: BatchRef) -> BatchRef:
-        """Log-probabilities of the sampled tokens under the reference."""
+        """Log-probabilities of the sampled tokens under the reference, cut nowhere: it knows tokens that the policy no longer draws."""
         tokens, verb = batch.only(TOKENS), ReferenceWorker.log_prob
-        drawn = (self._sampling.temperature, self._sampling.shaping)
+        drawn = (self._sampling.temperature, self._sampling.shaping.uncut)
         return add_columns(self._runtime, self._workers, verb, tokens, "reference", *drawn)
