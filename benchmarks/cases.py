@@ -9,12 +9,14 @@ import json
 import math
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import torch
 
-FAILURES = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError, OSError, LookupError)
+FAILURES = (
+    ImportError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError, OSError, LookupError, ArithmeticError, MemoryError,
+)  # fmt: skip
 """What a measurement may die of, another library's mistakes included, without taking the ones after it along."""
 
 Case = TypeVar("Case")
@@ -100,15 +102,20 @@ def print_line(values: dict[str, Any]) -> None:
     print(json.dumps(values), flush=True)
 
 
-def print_case(case: Any, measure: Callable[[], dict[str, Any]], always: Collection[str] = ("side", "shape")) -> None:
-    """The case and what was measured as a line of JSON, or the error that ended it."""
-    try:
-        result = measure()
-    except FAILURES as error:
-        traceback.print_exc()
-        result = {"error": f"{type(error).__name__}: {str(error)[:400]}"}
-    print_line({**list_given(case, always), **result, "torch": torch.__version__})
-    free_memory()
+def print_cases(
+    cases: Iterable[Case], measure: Callable[[Case], dict[str, Any]], always: Collection[str] = ("side", "shape")
+) -> bool:
+    """Each case and what was measured as a line of JSON, or the error that ended it; returns whether one did."""
+    failed = False
+    for case in cases:
+        try:
+            result = measure(case)
+        except FAILURES as error:
+            traceback.print_exc()
+            failed, result = True, {"error": f"{type(error).__name__}: {str(error)[:400]}"}
+        print_line({**list_given(case, always), **result, "torch": torch.__version__})
+        free_memory()
+    return failed
 
 
 def free_memory() -> None:

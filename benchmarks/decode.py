@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import one_of, parse_case, print_case
+from cases import one_of, parse_case, print_cases
 from shapes import (
     BANDWIDTH,
     PRODUCT_FLOPS,
@@ -61,12 +61,13 @@ class Case:
 def main() -> None:
     """Runs the cases in their order; neighbours of vLLM's with one shape in a process of their own, so that it leaves the GPU."""
     groups = [list(group) for _, group in groupby(sys.argv[1:], find_home)]
+    failed = False
     for texts in groups:
         if find_home(texts[0]) and len(groups) > 1:
-            subprocess.run([sys.executable, __file__, *texts], check=False)
+            failed |= subprocess.run([sys.executable, __file__, *texts], check=False).returncode != 0
         else:
-            for case in [parse_case(Case, text) for text in texts]:
-                measure(case)
+            failed |= print_cases([parse_case(Case, text) for text in texts], measure)
+    sys.exit(failed)
 
 
 def find_home(text: str) -> str:
@@ -75,21 +76,17 @@ def find_home(text: str) -> str:
     return f"{case.shape} {case.samples > 1}" if case.side == "vllm" else ""
 
 
-def measure(case: Case) -> None:
-    """One case, printed as a line of JSON; its error if it fails."""
+def measure(case: Case) -> dict[str, Any]:
+    """Speed of one case."""
     prompts = draw_lengths(case.prompt, case.rows // case.samples, 0)
     responses = draw_lengths(case.response, case.rows, 1)
-
-    def work() -> dict[str, Any]:
-        seconds = SIDES[case.side](case, prompts, responses)
-        best_s, bound_s = min(seconds[1:]), compute_bound(case, np.repeat(prompts, case.samples), responses)
-        tokens = int(responses.sum())
-        return {
-            "tokens": tokens, "tokens_per_s": round(tokens / best_s), "seconds": [round(s, 3) for s in seconds],
-            "bound_tokens_per_s": round(tokens / bound_s), "share_of_bound": round(bound_s / best_s, 3),
-        }  # fmt: skip
-
-    print_case(case, work)
+    seconds = SIDES[case.side](case, prompts, responses)
+    best_s, bound_s = min(seconds[1:]), compute_bound(case, np.repeat(prompts, case.samples), responses)
+    tokens = int(responses.sum())
+    return {
+        "tokens": tokens, "tokens_per_s": round(tokens / best_s), "seconds": [round(s, 3) for s in seconds],
+        "bound_tokens_per_s": round(tokens / bound_s), "share_of_bound": round(bound_s / best_s, 3),
+    }  # fmt: skip
 
 
 def draw_lengths(text: str, count: int, seed: int) -> np.ndarray:

@@ -10,13 +10,14 @@ decodes beside prompts. `batches`: the same rows, `seats` at a time, each batch 
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from cases import one_of, parse_cases, print_case
+from cases import one_of, parse_cases, print_cases
 from decode import limit_rows
 from shapes import SHAPES, build_model, draw_prompts
 from timing import DEVICE, time_call
@@ -36,8 +37,7 @@ class Case:
 
 def main() -> None:
     """Runs the cases."""
-    for case in parse_cases(Case):
-        print_case(case, lambda case=case: measure(case))
+    sys.exit(print_cases(parse_cases(Case), measure))
 
 
 def measure(case: Case) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import one_of, parse_case, print_case
+from cases import one_of, parse_cases, print_cases
 from shapes import SHAPES, build_model, build_module, draw_prompts
 from step_profile import cover
 from timing import DEVICE, read_peak_bytes, time_call, wait
@@ -59,17 +59,13 @@ class Case:
 
 def main() -> None:
     """Runs the cases."""
-    for text in sys.argv[1:]:
-        case = parse_case(Case, text)
+    failed = False
+    for text, case in zip(sys.argv[1:], parse_cases(Case), strict=True):
         if len(sys.argv) > 2 and case.vllm:
-            subprocess.run([sys.executable, __file__, text], check=False)
+            failed |= subprocess.run([sys.executable, __file__, text], check=False).returncode != 0
         else:
-            measure(case)
-
-
-def measure(case: Case) -> None:
-    """One case, printed as a line of JSON; its error if it fails."""
-    print_case(case, lambda: {"hybridflow": run_hybridflow, "trl": run_trl}[case.side](case))
+            failed |= print_cases([case], {"hybridflow": run_hybridflow, "trl": run_trl}[case.side])
+    sys.exit(failed)
 
 
 def run_hybridflow(case: Case) -> dict[str, Any]:

@@ -10,6 +10,7 @@ of this the activations (peak less weights, gradients, masters and moments). `st
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 from dataclasses import dataclass
 from itertools import groupby
@@ -55,12 +56,14 @@ class Case:
 
 def main() -> None:
     """Runs the cases in their order; neighbours with as many GPUs share their processes."""
+    failed = torch.multiprocessing.get_context("spawn").Value("b", 0)
     for gpus, cases in groupby(parse_cases(Case), key=lambda case: case.gpus):
         with tempfile.TemporaryDirectory() as directory:
-            torch.multiprocessing.spawn(run_rank, (gpus, list(cases), f"file://{directory}/meet"), nprocs=gpus)
+            torch.multiprocessing.spawn(run_rank, (gpus, list(cases), f"file://{directory}/meet", failed), nprocs=gpus)
+    sys.exit(failed.value)
 
 
-def run_rank(rank: int, gpus: int, cases: list[Case], meeting: str) -> None:
+def run_rank(rank: int, gpus: int, cases: list[Case], meeting: str, failed: Any) -> None:
     """One process; after a case that does not fit in memory, the next one."""
     from hybridflow.config import HybridflowError
     from hybridflow.train_engine import join_ranks
@@ -73,7 +76,7 @@ def run_rank(rank: int, gpus: int, cases: list[Case], meeting: str) -> None:
         try:
             result = run_case(case, ranks, device)
         except (torch.OutOfMemoryError, HybridflowError) as error:
-            result = {**vars(case), "error": str(error)[:400]}
+            result, failed.value = {**vars(case), "error": str(error)[:400]}, 1
         if rank == 0:
             print_line(result)
         free_memory()

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import one_of, parse_cases, parse_whole_line, print_case
+from cases import one_of, parse_cases, parse_whole_line, print_cases
 from shapes import PEAK_FLOPS, SHAPES, build_model, build_module, compute_step_flops, plan_lengths
 from timing import DEVICE, read_peak_bytes, time_call, wait
 from trl_steps import build_watch
@@ -51,8 +51,7 @@ class Case:
 def main() -> None:
     """Runs the cases."""
     cases = parse_cases(Case) if any("," in word for word in sys.argv[1:]) else [parse_whole_line(Case)]
-    for case in cases:
-        print_case(case, lambda case=case: measure(case), always=("side", "shape", "rows"))
+    sys.exit(print_cases(cases, measure, always=("side", "shape", "rows")))
 
 
 def measure(case: Case) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -101,3 +102,18 @@ def test_a_value_that_cannot_be_is_one_sentence(
     monkeypatch.setattr("sys.argv", [f"{name}.py", *words])
     with pytest.raises(SystemExit, match=sentence):
         importlib.import_module(name).main()
+
+
+def test_a_failed_case_is_a_line_and_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr("sys.argv", ["long_tail.py", "rows=1", "rows=2"])
+    long_tail = importlib.import_module("long_tail")
+    for failing, code in ((1, 1), (3, 0)):
+        monkeypatch.setattr(long_tail, "measure", lambda case, failing=failing: {"whole_s": 1 / (case.rows - failing)})
+        with pytest.raises(SystemExit) as ended:
+            long_tail.main()
+        first, second = map(json.loads, capsys.readouterr().out.splitlines())
+        assert ended.value.code == code and "whole_s" in second
+        assert first.get("error") == ("ZeroDivisionError: division by zero" if code else None)
