@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import gc
 import json
-import math
+import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable
@@ -22,16 +22,53 @@ FAILURES = (
 Case = TypeVar("Case")
 
 
-def one_of(default: str, *others: str) -> Any:
+class Lengths(str):
+    """Tokens of a row: `512`, or `100-1024` for uniform in between; a string, so that it is printed as it was written."""
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The least and the most."""
+        least, _, most = self.partition("-")
+        return int(least), int(most or least)
+
+
+FORMS = {
+    int: ("a whole number", r"\d+", 999_999_999),
+    float: ("a number", r"\d+(\.\d+)?", 999_999_999),
+    Lengths: ("a length, or a range such as 100-1024,", r"\d+(-\d+)?", 131_072),
+}
+"""By the type of a default what is asked for, how it is written, and up to what; lengths up to the positions of `shapes.SHAPES`."""
+
+
+def one_of(default: Any, *others: Any) -> Any:
     """The field of a case that is one of these."""
-    return dataclasses.field(default=default, metadata={"choices": dict.fromkeys((default, *others))})
+    choices = {str(choice): choice for choice in (default, *others)}
+    return dataclasses.field(default=default, metadata={"choices": choices})
+
+
+def at_least(least: int, default: int) -> Any:
+    """The field of a case that is a whole number from `least` up."""
+    return dataclasses.field(default=default, metadata={"least": least})
+
+
+def check_groups(rows: int, samples: int) -> None:
+    """Rows are whole groups of samples of one prompt. Raises ValueError."""
+    if rows % samples:
+        raise ValueError(
+            f"rows={rows} is no multiple of the {samples} samples of a prompt; write one, such as rows={8 * samples}"
+        )
 
 
 def parse_case(kind: type[Case], text: str) -> Case:
     """Settings from `key=value,key=value`, in the types of their defaults; what is not named keeps its default.
 
-    kind: a dataclass, every field with a default that is a number, a string, or `one_of` several.
+    kind: a dataclass, every field with a default that is a number, a string, `Lengths`, or `one_of` several; ValueErrors of its
+    `__post_init__` are told. A whole number is at least 1, or where its default is 0 at least 0, if it is not `at_least` another.
+    Asked for `--help`, prints the docstring of the script and the settings, and ends.
     """
+    if {"-h", "--help"} & set(text.split(",")):
+        _print_help(kind)
+        raise SystemExit
     fields = {field.name: field for field in dataclasses.fields(kind)}
     pairs = [word.split("=", 1) for word in text.split(",")] if text else []
     for name, *value in pairs:
@@ -42,24 +79,35 @@ def parse_case(kind: type[Case], text: str) -> Case:
     names = [name for name, _ in pairs]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise SystemExit(f"{text}: {twice} is set twice; write it once")
-    return kind(**{name: _read_value(fields[name], value, text) for name, value in pairs})
-
-
-def _read_value(field: dataclasses.Field[Any], value: str, text: str) -> Any:
-    """What a setting's text says, by its default."""
-    choices = field.metadata.get("choices")
-    if choices and value not in choices:
-        raise SystemExit(f"{text}: {field.name}={value} is none of {', '.join(choices)}; write one of them")
-    if isinstance(field.default, str):
-        return value
     try:
-        number = type(field.default)(value)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        wanted = "a number" if isinstance(field.default, float) else "a whole number"
-        raise SystemExit(f"{text}: {field.name}={value} is not {wanted} from 0 up; write one, such as {field.default}")
-    return number
+        return kind(**{name: _read_value(fields[name], value) for name, value in pairs})
+    except ValueError as error:
+        raise SystemExit(f"{text}: {error}") from None
+
+
+def _read_value(field: dataclasses.Field[Any], value: str) -> Any:
+    """What a setting's text says, by its default. Raises ValueError."""
+    if choices := field.metadata.get("choices"):
+        if value not in choices:
+            raise ValueError(f"{field.name}={value} is none of {', '.join(choices)}; write one of them")
+        return choices[value]
+    if (form := type(field.default)) is str:
+        return value
+    wanted, pattern, most = FORMS[form]
+    least = field.metadata.get("least", 0 if form is float or field.default == 0 else 1)
+    numbers = [least, *map(float, value.split("-")), most] if re.fullmatch(pattern, value, re.ASCII) else []
+    if not numbers or numbers != sorted(numbers):
+        asked = f"{wanted} from {least} to {most}"
+        raise ValueError(f"{field.name}={value} is not {asked}; write one, such as {field.default}")
+    return form(value)
+
+
+def _print_help(kind: type[Any]) -> None:
+    """The docstring of the script, and its settings with their defaults."""
+    print(sys.modules[kind.__module__].__doc__, "Settings:", sep="\n")
+    for field in dataclasses.fields(kind):
+        _, *others = field.metadata.get("choices", [""])
+        print(f"    {field.name}={field.default}" + (f" (or {', '.join(others)})" if others else ""))
 
 
 def parse_cases(kind: type[Case]) -> list[Case]:

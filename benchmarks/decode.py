@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import one_of, parse_case, print_cases
+from cases import Lengths, check_groups, one_of, parse_case, print_cases
 from shapes import (
     BANDWIDTH,
     PRODUCT_FLOPS,
@@ -49,13 +49,16 @@ class Case:
     shape: str = one_of("qwen3-0.6b", *SHAPES)
     rows: int = 256
     samples: int = 1
-    prompt: str = "128"
-    response: str = "512"
+    prompt: Lengths = Lengths("128")
+    response: Lengths = Lengths("512")
     temperature: float = 1.0
     repeats: int = 2
-    logprobs: int = 1
-    graphs: int = 1
-    profile: int = 0
+    logprobs: int = one_of(1, 0)
+    graphs: int = one_of(1, 0)
+    profile: int = one_of(0, 1)
+
+    def __post_init__(self) -> None:
+        check_groups(self.rows, self.samples)
 
 
 def main() -> None:
@@ -89,10 +92,9 @@ def measure(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def draw_lengths(text: str, count: int, seed: int) -> np.ndarray:
-    """`512` or `100-1024`, [count]."""
-    least, _, most = text.partition("-")
-    return np.random.default_rng(seed).integers(int(least), int(most or least) + 1, count)
+def draw_lengths(lengths: Lengths, count: int, seed: int) -> np.ndarray:
+    """Uniform, int64, [count]."""
+    return np.random.default_rng(seed).integers(*lengths.bounds, count, endpoint=True)
 
 
 def time_calls(case: Case, call: Callable[[int], None]) -> list[float]:
@@ -151,7 +153,7 @@ def run_hybridflow(case: Case, prompts: np.ndarray, responses: np.ndarray) -> li
     seconds = time_calls(case, call)
     report = engine.report
     print(
-        f"{report.steps} steps, {report.live_steps / report.seat_steps:.0%} of their seats taken; the slowest tenth of rows cost "
+        f"{report.steps} steps, {report.live_steps / max(1, report.seat_steps):.0%} of their seats taken; the slowest tenth of rows cost "
         f"{report.tail_seconds / report.seconds:.0%} of the call's time"
     )
     if case.profile:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing
-from cases import list_given, parse_cases, print_line, split_words
+from cases import list_given, one_of, parse_cases, print_line, split_words
 from decode import Case, build_call, build_settings, draw_lengths, limit_rows, time_calls
 from shapes import build_model
 
@@ -40,7 +40,7 @@ class Run(Case):
     """What is measured; see the module."""
 
     degrees: str = "1+2"
-    split: int = 1
+    split: int = one_of(1, 0)
     prefill: int = 16384
 
 

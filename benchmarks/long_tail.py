@@ -80,7 +80,7 @@ def measure(case: Case) -> dict[str, Any]:
     return {
         "tokens": int(lengths.sum()), **describe("whole", whole), **describe("apart", apart), **describe("batches", batches),
         "steps": report.steps, "beside_tokens": report.beside_tokens,
-        "occupancy": round(report.live_steps / report.seat_steps, 3), "tail_share": round(report.tail_seconds / report.seconds, 3),
+        "occupancy": round(report.live_steps / max(1, report.seat_steps), 3), "tail_share": round(report.tail_seconds / report.seconds, 3),
     }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import list_given, one_of, parse_cases, print_line
+from cases import at_least, list_given, one_of, parse_cases, print_line
 from race_reward import digits
 from trl_steps import build_watch, time_trl_steps
 
@@ -66,28 +66,28 @@ class Case:
     model: str = "quickstart"
     data: str = ""
     work: str = ""
-    search: int = 1
+    search: int = one_of(1, 0)
     limit_s: int = 600
     rounds: int = 3
     steps: int = 20
-    warm_up: int = 3
+    warm_up: int = at_least(0, 3)
     threads: int = 2
     updates: int = 1
     rows: int = 0
     samples: int = 0
     response: int = 0
-    drop_constant_groups: int = 0
+    drop_constant_groups: int = one_of(0, 1)
     dtype: str = "float32"
     budget: int = 0
-    share: int = 1
-    profile: int = 0
+    share: int = one_of(1, 0)
+    profile: int = one_of(0, 1)
     trl_dtype: str = "float32"
     micro: int = 0
-    compile: int = 0
-    paged: int = 0
+    compile: int = one_of(0, 1)
+    paged: int = one_of(0, 1)
     pack: int = 0
-    padding_free: int = 0
-    group: int = 0
+    padding_free: int = one_of(0, 1)
+    group: int = one_of(0, 1)
     attention: str = "sdpa"
     cache: str = ""
 

@@ -41,15 +41,15 @@ class Case:
     response: int = 512
     steps: int = 3
     budget: int = 65536
-    compile: int = 1
-    share: int = 1
-    vllm: int = 0
+    compile: int = one_of(1, 0)
+    share: int = one_of(1, 0)
+    vllm: int = one_of(0, 1)
     micro: int = 32
-    liger: int = 1
-    torch_compile: int = 0
+    liger: int = one_of(1, 0)
+    torch_compile: int = one_of(0, 1)
     attention: str = "sdpa"
     kv_share: float = 0.3
-    busy: int = 0
+    busy: int = one_of(0, 1)
 
     @property
     def tokens(self) -> int:

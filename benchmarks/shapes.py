@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from cases import Lengths
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybridflow.config import ConfigError
 from hybridflow.models import LanguageModel
 from hybridflow.models.attention import ATTENTION_NAME
 
@@ -90,14 +92,16 @@ def draw_prompts(shape: str, lengths: Iterable[int], rng: np.random.Generator) -
     return [rng.integers(10, SHAPES[shape]["vocab_size"] - 1000, length).astype(np.int32) for length in lengths]
 
 
-def plan_lengths(rows: str, total_tokens: int, seed: int) -> list[int]:
-    """Row lengths with this many tokens in all: `8192` for equal rows, `200-2000` for documents uniform in between."""
-    least, _, most = rows.partition("-")
-    if not most:
-        return [int(least)] * (total_tokens // int(least))
+def plan_lengths(rows: Lengths, step_tokens: int, seed: int) -> list[int]:
+    """Row lengths with this many tokens in all: equal rows, or documents uniform in between. Raises ConfigError."""
+    least, most = rows.bounds
+    if most > step_tokens:
+        raise ConfigError(f"rows={rows}: step_tokens={step_tokens} hold no such row; write step_tokens={most} at least")
+    if least == most:
+        return [most] * (step_tokens // most)
     rng, lengths = np.random.default_rng(seed), list[int]()
-    while (room := total_tokens - sum(lengths)) > 0:
-        lengths.append(min(int(rng.integers(int(least), int(most) + 1)), room))
+    while (room := step_tokens - sum(lengths)) > 0:
+        lengths.append(min(int(rng.integers(least, most + 1)), room))
     return lengths
 
 

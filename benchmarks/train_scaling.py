@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
-from cases import free_memory, list_given, one_of, parse_cases, print_line
+from cases import Lengths, at_least, free_memory, list_given, one_of, parse_cases, print_line
 from shapes import PEAK_FLOPS, SHAPES, build_model, compute_step_flops, plan_lengths
 from step_profile import print_profile
 from timing import read_peak_bytes, time_call, wait
@@ -39,19 +39,19 @@ class Case:
 
     gpus: int = 1
     shape: str = one_of("qwen2.5-1.5b", *SHAPES)
-    rows: str = "4096"
+    rows: Lengths = Lengths("4096")
     budget: int = 32768
     step_tokens: int = 65536
     steps: int = 3
     tp: int = 1
     sp: int = 1
-    shard: int = 1
-    checkpointing: str = "none"
+    shard: int = at_least(0, 1)
+    checkpointing: str = one_of("none", "selective", "full", "auto")
     lora: int = 0
-    offload: str = "none"
-    compile: int = 1
-    reshard: int = 1
-    profile: int = 0
+    offload: str = one_of("none", "optimizer", "parameters")
+    compile: int = one_of(1, 0)
+    reshard: int = one_of(1, 0)
+    profile: int = one_of(0, 1)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import one_of, parse_cases, parse_whole_line, print_cases
+from cases import Lengths, one_of, parse_cases, parse_whole_line, print_cases
 from shapes import PEAK_FLOPS, SHAPES, build_model, build_module, compute_step_flops, plan_lengths
 from timing import DEVICE, read_peak_bytes, time_call, wait
 from trl_steps import build_watch
@@ -35,17 +35,17 @@ class Case:
 
     side: str = one_of("hybridflow", "trl", "transformers")
     shape: str = one_of("qwen3-0.6b", *SHAPES)
-    rows: str = "8192"
+    rows: Lengths = Lengths("8192")
     budget: int = 32768
     step_tokens: int = 131072
     steps: int = 3
-    checkpointing: str = "none"
-    compile: int = 1
-    liger: int = 0
+    checkpointing: str = one_of("none", "selective", "full", "auto")
+    compile: int = one_of(1, 0)
+    liger: int = one_of(0, 1)
     lora: int = 0
     attention: str = "auto"
-    offload: str = "none"
-    profile: int = 0
+    offload: str = one_of("none", "optimizer", "parameters")
+    profile: int = one_of(0, 1)
 
 
 def main() -> None:
@@ -131,8 +131,8 @@ def run_trl(case: Case) -> tuple[list[float], list[int]]:
         ends.append(time.perf_counter())
 
     module = build_module(case.shape, "sdpa" if case.attention == "auto" else case.attention, DEVICE, torch.bfloat16)
-    equal, _, most = case.rows.partition("-")
-    row_tokens = int(equal) if not most else min(case.budget, 8192)
+    least, most = case.rows.bounds
+    row_tokens = most if least == most else min(case.budget, 8192)
     lengths = plan_lengths(case.rows, case.step_tokens, seed=0)
     rng = np.random.default_rng(0)
     wanted = lengths * (WARM_UP_STEPS + case.steps + 1)
@@ -146,7 +146,7 @@ def run_trl(case: Case) -> tuple[list[float], list[int]]:
         lora = {"peft_config": LoraConfig(r=case.lora, lora_alpha=2 * case.lora, target_modules="all-linear")}
     with tempfile.TemporaryDirectory() as directory:
         SFTTrainer(
-            model=module, args=build_trl_config(case, directory, row_tokens, packing=bool(most)), train_dataset=data,
+            model=module, args=build_trl_config(case, directory, row_tokens, packing=least < most), train_dataset=data,
             processing_class=build_character_tokenizer("0123456789"), callbacks=[build_watch(note)], **lora,
         ).train()  # fmt: skip
     return [later - earlier for earlier, later in pairwise(ends[WARM_UP_STEPS - 1 :])], lengths

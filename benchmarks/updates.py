@@ -22,12 +22,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
 import torch.multiprocessing
-from cases import one_of, parse_whole_line, print_line
+from cases import at_least, check_groups, one_of, parse_whole_line, print_line
 from shapes import SHAPES, draw_prompts
 
 from hybridflow.algorithms import SFTLoss, keep_all
@@ -44,6 +45,8 @@ from hybridflow.weights.transports import read_memory
 
 SETTLED = 10
 """Updates after which memory is to stay."""
+SAMPLES = 4
+"""Of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -53,22 +56,23 @@ class Case:
     gpus: int = 1
     shape: str = one_of("qwen3-0.6b", *SHAPES)
     engine: str = one_of("native", "vllm")
-    updates: int = 50
+    # The first probe comes with the second update.
+    updates: int = at_least(2, 50)
     rows: int = 256
     prompt: int = 128
     response: int = 64
     budget: int = 32768
-    load: int = 1
+    load: int = one_of(1, 0)
+
+    def __post_init__(self) -> None:
+        check_groups(self.rows, SAMPLES)
+        if self.engine == "vllm" and not find_spec("vllm"):
+            raise ValueError("engine=vllm: vLLM is not installed; pip install vllm, or write engine=native")
 
 
 def main() -> None:
     """Starts the ranks."""
     case = parse_whole_line(Case)
-    if case.updates < 2 or case.rows < 4 or case.gpus < 1:
-        raise SystemExit(
-            f"updates={case.updates}, rows={case.rows}, gpus={case.gpus}: the first probe comes with the second update, and a prompt has 4 "
-            "rows; write at least 2 updates, 4 rows and 1 GPU"
-        )
     with tempfile.TemporaryDirectory() as directory:
         build_character_tokenizer("0123456789").save_pretrained(f"{directory}/tokenizer")
         torch.multiprocessing.spawn(run_rank, (case, directory), nprocs=case.gpus)
@@ -140,14 +144,14 @@ def build_worker(rank: int, case: Case, directory: str, device: torch.device) ->
 def follow(worker: actor_worker.ActorWorker, case: Case, device: torch.device) -> dict[str, list[float]]:
     """What this rank saw of each update."""
     rng = np.random.default_rng(worker.ranks.rank)
-    sampling = SamplingParams(max_new_tokens=case.response, samples_per_prompt=4, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=case.response, samples_per_prompt=SAMPLES, ignore_eos=True)
     found: dict[str, list[float]] = {"stale": [], "memory": [], "reserved": [], "seconds": []}
     shares = actor_worker.shares_weights(worker.train_engine.mesh.layout, RolloutSettings(engine=case.engine))
     bring = worker.before_rollout if shares else worker.refresh
     for step in range(case.updates):
         started_s = time.perf_counter()
         bring()
-        prompts = draw_prompts(case.shape, [case.prompt] * (case.rows // 4), rng)
+        prompts = draw_prompts(case.shape, [case.prompt] * (case.rows // SAMPLES), rng)
         batch = Batch.from_columns(group_id=list(range(len(prompts))), prompt_tokens=prompts)
         samples = worker.rollout_engine.generate(batch, sampling, step=step)
         versions = np.stack([samples.numpy("policy_version_min"), samples.numpy("policy_version_max")])

@@ -84,15 +84,40 @@ def test_a_case_says_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("name", "words", "sentence"),
     [
-        ("updates", ["gpus=x"], "gpus=x: gpus=x is not a whole number from 0 up; write one, such as 1"),
-        ("updates", ["rows=8", "gpus=-1"], "rows=8,gpus=-1: gpus=-1 is not a whole number from 0 up; write one, such as 1"),
+        ("updates", ["gpus=x"], "gpus=x: gpus=x is not a whole number from 1 to 999999999; write one, such as 1"),
+        ("updates", ["rows=8", "gpus=-1"], "rows=8,gpus=-1: gpus=-1 is not a whole number from 1 to .*; write one, such as 1"),
         ("updates", ["shape=nix"], "shape=nix: shape=nix is none of qwen3-0.6b, qwen2.5-0.5b, .*, tiny; write one of them"),
-        ("updates", ["updates=1"], "updates=1, rows=256, gpus=1: the first probe comes with the second update, .*; write at least 2"),
-        ("decode", ["temperature=nan"], "temperature=nan: temperature=nan is not a number from 0 up; write one, such as 1.0"),
-        ("long_tail", ["rows=3,shape=tiny,rows=4"], "rows=3,shape=tiny,rows=4: rows is set twice; write it once"),
-        ("rl_step", ["side=ours"], "side=ours: side=ours is none of hybridflow, trl; write one of them"),
-        ("weight_switch", ["cases=same+nix"], "cases=same\\+nix: 'nix' is none of replicas, .*; write one or several"),
+        ("updates", ["updates=1"], "updates=1: updates=1 is not a whole number from 2 to .*; write one, such as 50"),
+        ("updates", ["rows=6"], "rows=6: rows=6 is no multiple of the 4 samples of a prompt; write one, such as rows=32"),
+        ("updates", ["prompt=0"], "prompt=0 is not a whole number from 1 to .*; write one, such as 128"),
+        ("updates", ["load=7"], "load=7 is none of 1, 0; write one of them"),
+        ("updates", ["engine=vllm"], "engine=vllm: vLLM is not installed; pip install vllm, or write engine=native"),
+        ("decode", ["temperature=nan"], "temperature=nan: temperature=nan is not a number from 0 to .*; write one, such as 1.0"),
+        ("decode", ["temperature=1_0"], "temperature=1_0 is not a number from 0 to .*; write one, such as 1.0"),
+        *(
+            ("decode", [f"prompt={text}"], f"prompt={text} is not a length, or a range such as 100-1024, .*; write one, such as 128")
+            for text in ("a", "", "-5", "5-", "0", "1-2-3", "10-5", "9" * 5000)
+        ),
+        *(
+            ("decode", [f"rows={text}"], f"rows={re.escape(text)} is not a whole number from 1 to .*; write one, such as 256")
+            for text in ("0", "1_0", "+4", " 4", "4\n", "\u0664", "4.0", "1e3", "9" * 5000)
+        ),
+        ("decode", ["samples=0"], "samples=0 is not a whole number from 1 to .*; write one, such as 1"),
+        ("decode", ["rows=7,samples=2"], "rows=7 is no multiple of the 2 samples of a prompt; write one, such as rows=16"),
+        ("decode", ["logprobs=7"], "logprobs=7 is none of 1, 0; write one of them"),
+        ("decode_tensor", ["split=2"], "split=2 is none of 1, 0; write one of them"),
         ("decode_tensor", ["degrees=1+x"], "degrees=1\\+x: 'x' is none of 1, 2, 4, 8; write one or several"),
+        ("long_tail", ["rows=3,shape=tiny,rows=4"], "rows=3,shape=tiny,rows=4: rows is set twice; write it once"),
+        ("long_tail", ["seats=0"], "seats=0 is not a whole number from 1 to .*; write one, such as 12"),
+        ("race_trl", ["steps=0"], "steps=0 is not a whole number from 1 to .*; write one, such as 20"),
+        ("race_trl", ["paged=2"], "paged=2 is none of 0, 1; write one of them"),
+        ("rl_step", ["side=ours"], "side=ours: side=ours is none of hybridflow, trl; write one of them"),
+        ("rl_step", ["steps=1", "rows=1"], "rows=1: 'rows=1' is no setting; write key=value of side, shape, prompts"),
+        ("train_scaling", ["tp=0"], "tp=0 is not a whole number from 1 to .*; write one, such as 1"),
+        ("train_speed", ["rows=2000-200"], "rows=2000-200 is not a length, or a range such as 100-1024, .*; write one, such as 8192"),
+        ("train_speed", ["checkpointing=half"], "checkpointing=half is none of none, selective, full, auto; write one of them"),
+        ("weight_switch", ["rounds=0"], "rounds=0 is not a whole number from 1 to .*; write one, such as 7"),
+        ("weight_switch", ["cases=same+nix"], "cases=same\\+nix: 'nix' is none of replicas, .*; write one or several"),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be_is_one_sentence(
@@ -100,8 +125,28 @@ def test_a_value_that_cannot_be_is_one_sentence(
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setattr("sys.argv", [f"{name}.py", *words])
+    module = importlib.import_module(name)
+    monkeypatch.setattr(module, "find_spec", lambda _: None, raising=False)
     with pytest.raises(SystemExit, match=sentence):
-        importlib.import_module(name).main()
+        module.main()
+
+
+@pytest.mark.parametrize(
+    "name", [file.stem for file in BENCHMARKS if re.search("import .*parse_(case|whole)", file.read_text())]
+)
+def test_help_tells_settings_that_are_taken(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr("sys.argv", [f"{name}.py", "--help"])
+    module = importlib.import_module(name)
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    told, _, settings = capsys.readouterr().out.partition("Settings:\n")
+    assert ended.value.code is None and told.startswith(module.__doc__)
+    words = [line.split()[0] for line in settings.splitlines()]
+    kind = module.Run if hasattr(module, "Run") else module.Case
+    assert importlib.import_module("cases").parse_case(kind, ",".join(words)) == kind()
 
 
 def test_a_failed_case_is_a_line_and_an_exit_code(
