@@ -145,6 +145,17 @@ def test_a_read_on_all_workers_gives_each_its_own_and_collects_by_rank(site: Sit
     assert [reading.value for reading in site.read_all(site.gang)] == [7] * size, "a read is no change"
 
 
+def test_a_read_of_a_team_gives_each_its_own_and_collects_by_place(site: Site) -> None:
+    size = site.gang.size
+    sizes: list[tuple[int, ...]] = [(3, 1), ()][:size]
+    counts, calls = [len(own) for own in sizes], [(own,) for own in sizes]
+    made = [site.runtime.submit_team_pieces(site.gang, Counter.cut_rows, counts, calls, "rows 0 to 3") for _ in "ab"]
+    assert [[[site.runtime.get(ref).num_rows for ref in refs] for refs in each] for each in made] == [
+        [list(own) for own in sizes]
+    ] * 2
+    assert made[0][0][0].call.rows == "rows 0 to 3"
+
+
 def test_all_workers_answer_what_they_are_asked_after_the_changes_so_far(site: Site) -> None:
     site.runtime.broadcast(site.group, Counter.add, 5)
     asked = site.runtime.ask(site.group, Counter.read), site.runtime.ask(site.gang, Counter.read)

@@ -27,6 +27,7 @@ RAY = ("runtime.kind=ray", "rollout.chunks=2", "runtime.call_timeout_s=120", "ro
 PLACEMENTS = {
     "colocated": ('{actor: "cpu:0-3"}', "train.parallel_config.tp=2"),
     "apart": ('{actor: "cpu:0", rollout: "cpu:1-2"}', "train.parallel_config.tp=1"),
+    "replicas": ('{actor: "cpu:0", rollout: "cpu:1-4"}', "train.parallel_config.tp=1"),
 }
 
 
@@ -59,8 +60,56 @@ def test_generators_that_share_a_model_write_the_samples_of_one_process(
         for name in ("reward/mean", "train/grad_norm", "response/length_mean"):
             assert other[name] == pytest.approx(line[name], rel=1e-5), name
     told = read_lines(Path(run) / "metrics.jsonl")
-    if placement != "apart":
+    if placement == "colocated":
         assert all(line["probe/max_gap"] < 1e-6 for line in told)
+
+
+def is_first(mark: Path) -> bool:
+    """True for one caller of all processes."""
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def slow(directory: Path, calls_of_others: int) -> Callable[[type, str], Verb]:
+    """A verb in whose first call the first replica stays until the other one has made so many calls. It fails where that does not come."""
+
+    def build(owner: type, name: str) -> Verb:
+        def verb(worker: Any, *args: Any, **kwargs: Any) -> Any:
+            replica, place = divmod(worker._seat.rank, 2)
+            if replica == 0 and is_first(directory / f"begun_{place}"):
+                deadline_s = time.monotonic() + 100.0
+                while len(list(directory.glob("made_*"))) < calls_of_others:
+                    if time.monotonic() > deadline_s:
+                        raise TimeoutError("the other replica has not taken the calls of this one")
+                    time.sleep(0.01)
+            made = getattr(owner, name)(worker, *args, **kwargs)
+            if replica == 1 and place == 0:
+                (directory / f"made_{time.time_ns()}").touch()
+            return made
+
+        verb.__name__ = name
+        return verb
+
+    return build
+
+
+def test_a_replica_that_is_done_early_takes_the_calls_of_one_that_is_slow(
+    local: str, task: dict[str, str], start: str, tmp_path: Path, ray_cluster: None
+) -> None:
+    """Two replicas with three calls each; one makes five of the six while the other is at its first."""
+    devices, parallel = PLACEMENTS["replicas"]
+    calls = tmp_path / "calls"
+    calls.mkdir()
+    with FaultyVerb(GeneratorWorker, "rollout", slow(calls, calls_of_others=5)):
+        overrides = (*RAY, "rollout.chunks=3", f"runtime.placement.device_map={devices}", parallel)
+        run = str(run_rl(config_of(task, start, tmp_path, *overrides))["run"])
+    assert (calls / "begun_0").exists() and (calls / "begun_1").exists()
+    for batch, other in zip(rollouts_of(local), rollouts_of(run), strict=True):
+        for name in ("tokens", "group_id", "sample_id"):
+            assert batch.pylist(name) == other.pylist(name), name
 
 
 def killed(directory: Path, after_calls: int) -> Callable[[type, str], Verb]:
@@ -71,7 +120,7 @@ def killed(directory: Path, after_calls: int) -> Callable[[type, str], Verb]:
             if worker.rollout_ranks.rank == 1:
                 made = len(list(directory.glob("call_*")))
                 (directory / f"call_{time.time_ns()}").touch()
-                if made == after_calls:
+                if made >= after_calls and is_first(directory / "killed"):
                     os.kill(os.getpid(), signal.SIGKILL)
             return getattr(owner, name)(worker, *args, **kwargs)
 
@@ -81,10 +130,11 @@ def killed(directory: Path, after_calls: int) -> Callable[[type, str], Verb]:
     return build
 
 
+@pytest.mark.parametrize("placement", ["apart", "replicas"])
 def test_a_rank_that_dies_takes_its_group_along_and_changes_no_number(
-    local: str, task: dict[str, str], start: str, tmp_path: Path, ray_cluster: None
+    placement: str, local: str, task: dict[str, str], start: str, tmp_path: Path, ray_cluster: None
 ) -> None:
-    devices, parallel = PLACEMENTS["apart"]
+    devices, parallel = PLACEMENTS[placement]
     calls = tmp_path / "calls"
     calls.mkdir()
     with FaultyVerb(GeneratorWorker, "rollout", killed(calls, after_calls=3)):

@@ -29,6 +29,9 @@ MAX_TURNS = 10_000
 CONTROLLER_NODE = "controller"
 """Where copies go; it is never lost."""
 
+PAIR = 2
+"""Workers of a team."""
+
 TOKENS = itertools.count()
 
 Answer = bytes | Died | InputLost
@@ -88,6 +91,13 @@ class Ledger:
         if rank != self.seat.rank:
             raise ValueError(f"worker {self.seat.rank} got what was for {rank}")
         values = tuple(mix("meet", self.state, label, rank, piece, *flat(inputs)) for piece in range(count))
+        return Pieces(values, tuple(mix(value) for value in values))
+
+    def pair(self, label: int, place: int, count: int, *inputs: Any) -> Pieces[int]:
+        """A read in which two neighbours meet, whoever they are; each makes sure that it got its own arguments."""
+        if place != self.seat.rank % PAIR:
+            raise ValueError(f"worker {self.seat.rank} got what was for place {place}")
+        values = tuple(mix("pair", self.state, label, place, piece, *flat(inputs)) for piece in range(count))
         return Pieces(values, tuple(mix(value) for value in values))
 
     def token_of(self) -> int:
@@ -163,10 +173,15 @@ class Letter:
 
     @property
     def meeting(self) -> Any:
-        """Of a change, its place among those of its group; of a read in which ranks meet, its label; else None."""
+        """Of a change, its place among those of its group; of a read in which ranks meet, its name and label; else None."""
         if not isinstance(self.order, Run):
             return None
-        return ("meet", self.order.skeleton[0]) if self.name == "meet" else self.order.position
+        return (self.name, self.order.skeleton[0]) if self.name in ("meet", "pair") else self.order.position
+
+    @property
+    def num_meeting(self) -> int:
+        """How many meet in it."""
+        return PAIR if self.name == "pair" else self.process.size
 
 
 @dataclass(eq=False)
@@ -366,7 +381,7 @@ class World:
             return True
         first = [next((each for each in p.letters if each.answer is None), None) for p in self.alive(process.role)]
         there = [each for each in first if each is not None and each.meeting == meeting and each.name == letter.name]
-        if len(there) == process.size:
+        if len(there) == letter.num_meeting:
             for each in there:
                 each.has_met = True
         return letter.has_met

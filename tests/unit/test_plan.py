@@ -92,6 +92,15 @@ def test_a_change_waits_for_what_was_to_see_the_state_before_and_reads_wait_for_
     ]
 
 
+def test_calls_of_a_team_share_what_all_its_workers_name() -> None:
+    runtime = RecordingRuntime({"toy": 4})
+    gang = runtime.place_gang("toy", Toy)
+    first = runtime.submit(gang, Toy.read)
+    made = runtime.submit_team_pieces(gang, Toy.make, (2, 0), [(first,), (1,)], "rows 0 to 7")
+    assert [len(refs) for refs in made] == [2, 0] and {ref.handle for refs in made for ref in refs} == {2}
+    assert (runtime.calls[1].on, runtime.calls[1].inputs, runtime.calls[1].call.rows) == ("team", (1,), "rows 0 to 7")
+
+
 def test_the_inputs_of_a_scatter_are_what_its_split_holds_and_what_it_waits_for() -> None:
     runtime = RecordingRuntime()
     group = runtime.place_gang("toy", Toy)

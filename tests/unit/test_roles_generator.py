@@ -28,11 +28,11 @@ class Workers:
 
 @dataclass
 class CallingRuntime:
-    """Takes down what all workers are called with; a reference names the call, the rank and the piece."""
+    """Takes down what teams of workers are called with; a reference names the call, the place in the team and the piece."""
 
     calls: list[tuple[str, list[tuple[Any, ...]]]] = field(default_factory=list)
 
-    def submit_all_pieces(
+    def submit_team_pieces(
         self,
         group: Workers,
         verb: Callable[..., Any],
@@ -40,11 +40,11 @@ class CallingRuntime:
         args: Sequence[tuple[Any, ...]],
         rows: str = "",
     ) -> tuple[tuple[Ref[Any], ...], ...]:
-        assert verb is GeneratorWorker.rollout and len(counts) == len(args) == group.size
+        assert verb is GeneratorWorker.rollout and group.size % len(args) == 0 and len(counts) == len(args)
         self.calls.append((rows, list(args)))
         at = len(self.calls) - 1
         call = Call("rollout", "rollout", None, rows)  # type: ignore[arg-type]
-        return tuple(tuple(Ref((at, rank, i), call) for i in range(count)) for rank, count in enumerate(counts))
+        return tuple(tuple(Ref((at, place, i), call) for i in range(count)) for place, count in enumerate(counts))
 
 
 def roll_out(num_prompts: int, size: int, tp: int, chunks: int = 1, chunks_wanted: int = 1) -> tuple[Any, Any]:
@@ -58,28 +58,28 @@ def roll_out(num_prompts: int, size: int, tp: int, chunks: int = 1, chunks_wante
 
 def test_ranks_of_a_replica_get_the_same_prompts_and_the_first_returns_the_rows() -> None:
     calls, batch = roll_out(num_prompts=7, size=4, tp=2, chunks=2)
-    assert [rows for rows, _ in calls] == ["rows 0 to 11", "rows 12 to 20"]
+    assert [rows for rows, _ in calls] == ["rows 0 to 5", "rows 6 to 11", "rows 12 to 17", "rows 18 to 20"]
     given = [[part.pylist("group_id") for part, *_ in args] for _, args in calls]
-    assert given == [[[0, 1], [0, 1], [2, 3], [2, 3]], [[4, 5], [4, 5], [6], [6]]]
-    assert [[sizes for *_, sizes, _ in args] for _, args in calls] == [[(6,), (), (6,), ()], [(6,), (), (3,), ()]]
+    assert given == [[own, own] for own in ([0, 1], [2, 3], [4, 5], [6])]
+    assert [[sizes for *_, sizes, _ in args] for _, args in calls] == [[(rows,), ()] for rows in (6, 6, 6, 3)]
     assert [chunk.num_rows for chunk in batch.chunks] == [6, 6, 6, 3]
     makers = [(chunk.parts[TOKENS].handle, chunk.parts[TEXT].handle) for chunk in batch.chunks]
-    assert makers == [((at, rank, 0), (at, rank, 1)) for at in (0, 1) for rank in (0, 2)]
+    assert makers == [((at, 0, 0), (at, 0, 1)) for at in range(4)]
 
 
 def test_chunks_of_a_call_keep_the_order_of_the_prompts() -> None:
     _, batch = roll_out(num_prompts=6, size=4, tp=2, chunks_wanted=4)
     assert [chunk.num_rows for chunk in batch.chunks] == [6, 3, 6, 3]
-    assert [chunk.parts[TOKENS].handle for chunk in batch.chunks] == [(0, 0, 0), (0, 0, 2), (0, 2, 0), (0, 2, 2)]
+    assert [chunk.parts[TOKENS].handle for chunk in batch.chunks] == [(0, 0, 0), (0, 0, 2), (1, 0, 0), (1, 0, 2)]
 
 
 @pytest.mark.parametrize(("num_prompts", "rows"), [(1, "rows 0 to 2"), (0, "no rows")])
-def test_a_replica_for_which_no_prompt_is_left_takes_part_without(num_prompts: int, rows: str) -> None:
+def test_a_replica_for_which_no_prompt_is_left_is_not_called(num_prompts: int, rows: str) -> None:
     calls, batch = roll_out(num_prompts, size=6, tp=2)
     ((told, args),) = calls
     assert told == rows and len(batch.chunks) == 1
-    assert [part.num_rows for part, *_ in args] == [num_prompts, num_prompts, 0, 0, 0, 0]
-    assert [sizes for *_, sizes, _ in args] == [(3 * num_prompts,), (), (), (), (), ()]
+    assert [part.num_rows for part, *_ in args] == [num_prompts, num_prompts]
+    assert [sizes for *_, sizes, _ in args] == [(3 * num_prompts,), ()]
 
 
 def test_workers_that_make_no_whole_replicas_are_refused() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import pytest
-from simulated import Ledger, Process, World, build_scheduler, deal, mix, put_into, slots
+from simulated import PAIR, Ledger, Process, World, build_scheduler, deal, mix, put_into, slots
 
 from hybridflow.config import ConfigError
 from hybridflow.runtime.api import RecoverySettings, Seat, WorkerError, WorkersLostError
@@ -52,10 +52,10 @@ WEIGHTS = {
 }
 
 
-def draw_history(seed: int, *, max_lost: int = 1, length: int = 24) -> list[Op]:
+def draw_history(seed: int, *, max_lost: int = 1, length: int = 24, weights: Mapping[str, int] = WEIGHTS) -> list[Op]:
     """The page of this seed. Where copies are made everything survives the loss of one node."""
     rng = random.Random(seed)
-    kinds = rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=length)
+    kinds = rng.choices(list(weights), list(weights.values()), k=length)
     ops = [
         Op(kind, rng.choice(("gang", "pool")), label, tuple(rng.randrange(1000) for _ in range(4)))
         for label, kind in enumerate(kinds)
@@ -99,6 +99,8 @@ class Page:
                     self.note(ref, mix("cut", self.states[role], op.label, piece, *values), values, is_piece=True)
             case "meet":
                 self.meet(op, refs, values)
+            case "pair":
+                self.pair(op, refs, values)
             case "fail":
                 self.note(self.runtime.submit(group, Ledger.fail), 0, [None])
             case "add":
@@ -126,7 +128,7 @@ class Page:
 
     def choose(self, op: Op) -> list[Known]:
         """Two results at most. What fails is for reads alone, since a change that cannot be made ends the run."""
-        there = [known for known in self.known if known.value is not None or op.kind in ("read", "cut", "meet")]
+        there = [known for known in self.known if known.value is not None or op.kind in ("read", "cut", "meet", "pair")]
         return [there[number % len(there)] for number in op.numbers[2 : 2 + op.numbers[1] % 3] if there]
 
     def meet(self, op: Op, refs: Sequence[Ref[Any]], values: Sequence[int | None]) -> None:
@@ -140,6 +142,19 @@ class Page:
         for rank, pieces in enumerate(made):
             for piece, ref in enumerate(pieces):
                 value = mix("meet", self.states["gang"], op.label, rank, piece, *values)
+                self.note(ref, value, values, is_piece=True)
+
+    def pair(self, op: Op, refs: Sequence[Ref[Any]], values: Sequence[int | None]) -> None:
+        """Something of two neighbours of the gang, unless that could have become smaller meanwhile."""
+        if not self.in_parts:
+            return
+        counts = tuple((number + op.label) % 3 for number in range(PAIR))
+        args = [(op.label, place, count, *refs) for place, count in enumerate(counts)]
+        made = self.runtime.submit_team_pieces(self.groups["gang"], Ledger.pair, counts, args)
+        assert tuple(map(len, made)) == counts
+        for place, pieces in enumerate(made):
+            for piece, ref in enumerate(pieces):
+                value = mix("pair", self.states["gang"], op.label, place, piece, *values)
                 self.note(ref, value, values, is_piece=True)
 
     def snapshot(self) -> None:
@@ -189,9 +204,11 @@ class Page:
         assert set(found if isinstance(found, tuple) else [found]) == {known.value}, f"{known.ref.call} is another"
 
 
-def play(world: World, ops: list[Op], recovery: RecoverySettings | None = None) -> Page:
+def play(
+    world: World, ops: list[Op], recovery: RecoverySettings | None = None, roles: Mapping[str, Sequence[str]] = ROLES
+) -> Page:
     """Runs a whole history, and looks at every result that is still known at its end."""
-    runtime = build_scheduler(world, recovery, **ROLES)
+    runtime = build_scheduler(world, recovery, **roles)
     page = Page(world, runtime, {"gang": runtime.place_gang("gang", Ledger), "pool": runtime.place("pool", Ledger)})
     # A gang that goes on smaller cannot make what was asked of all its ranks.
     page.in_parts = len(world.spares) == 3 and sum(op.kind == "lose" for op in ops) <= 1
@@ -244,6 +261,17 @@ def test_deaths_change_no_result(tens: int, monkeypatch: pytest.MonkeyPatch) -> 
         world = world_of(seed)
         put_into(monkeypatch, world)
         play(world, draw_history(seed))
+
+
+@pytest.mark.parametrize("tens", range(10))
+def test_deaths_change_no_result_of_teams(tens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gang of two teams, which make calls of their own beside those of all, and of single workers."""
+    for seed in range(10 * tens, 10 * tens + 10):
+        # Three free slots, so that the gang stays as large as it is; half of the worlds let ranks wait for each other.
+        world = world_of(4 * seed + 3)
+        put_into(monkeypatch, world)
+        ops = draw_history(4 * seed + 3, weights={**WEIGHTS, "pair": 8})
+        play(world, ops, roles={"gang": ("A", "A", "B", "B"), "pool": ("B", "C")})
 
 
 @pytest.mark.parametrize(("copies", "may_end"), [("early", 0), ("late", 0), ("never", 20), ("none", 20)])
@@ -439,6 +467,144 @@ def test_a_gang_that_became_smaller_cannot_make_what_was_asked_of_all(monkeypatc
     world.lose("B")
     with pytest.raises(WorkersLostError, match=r"gang.meet .* was to be made by 2 workers together, and 1 are left"):
         runtime.get(made)
+
+
+def start_teams(world: World, *nodes: str) -> tuple[Scheduler, Any]:
+    runtime = build_scheduler(world, gang=nodes)
+    gang = runtime.place_gang("gang", Ledger)
+    runtime.get(runtime.broadcast(gang, Ledger.add, 1))
+    return runtime, gang
+
+
+def pair_up(runtime: Scheduler, gang: Any, *labels: int) -> list[Ref[int]]:
+    """Calls on teams; of each what the first worker of the team returns."""
+    return [
+        runtime.submit_team_pieces(gang, Ledger.pair, (1, 0), [(label, 0, 1), (label, 1, 0)])[0][0] for label in labels
+    ]
+
+
+def paired(*labels: int) -> tuple[int, ...]:
+    """What that is."""
+    return tuple(mix("pair", added(0, 1), label, 0, 0) for label in labels)
+
+
+def made_by(world: World, since: int, name: str = "pair") -> list[int]:
+    """The processes that were given such calls, in order."""
+    return [number for number, sent in world.sent[since:] if sent == name]
+
+
+@pytest.mark.parametrize("slow", range(4))
+def test_a_team_that_is_done_takes_the_calls_of_one_that_is_slow(slow: int, world: World) -> None:
+    runtime, gang = start_teams(world, "A", "A", "A", "A")
+    since, world.hold = len(world.sent), holding("pair", slow)
+    made = pair_up(runtime, gang, 5, 6, 7, 8)
+    late = slow // PAIR
+    others = tuple(ref for number, ref in enumerate(made) if number != late)
+    assert runtime.get(others) == tuple(value for n, value in enumerate(paired(5, 6, 7, 8)) if n != late)
+    fast = [PAIR * (1 - late), PAIR * (1 - late) + 1]
+    assert made_by(world, since) == [0, 1, 2, 3, *fast, *fast]
+    assert not runtime.is_there(made[late])
+    world.hold = nothing
+    assert runtime.get(tuple(made)) == paired(5, 6, 7, 8)
+
+
+def test_a_call_goes_to_a_team_whose_workers_are_all_free_and_nothing_overtakes_it(world: World) -> None:
+    runtime, gang = start_teams(world, "A", "A", "A", "A")
+    world.hold = holding("read")
+    reads = [runtime.submit(gang, Ledger.read, label) for label in range(3)]
+    turns(runtime)
+    since = len(world.sent)
+    (made,) = pair_up(runtime, gang, 5)
+    later = runtime.submit(gang, Ledger.read, 9)
+    turns(runtime)
+    assert not made_by(world, since) and not made_by(world, since, "read"), (
+        "one worker of a team is free, which is none"
+    )
+    world.hold = holding("read", 0, 1)
+    assert runtime.get(made) == paired(5)[0] and runtime.get(later) == mix("read", added(0, 1), 9)
+    assert made_by(world, since) == [2, 3]
+    world.hold = nothing
+    assert runtime.get(tuple(reads)) == tuple(mix("read", added(0, 1), label) for label in range(3))
+
+
+def test_all_ranks_come_to_what_they_share_in_one_order(world: World) -> None:
+    """Ranks that waited for each other in two orders would wait for good."""
+    world.meets = {"gang"}
+    runtime, gang = start_teams(world, "A", "A", "A", "A")
+    made = pair_up(runtime, gang, 5, 6, 7)
+    together = runtime.submit_all(gang, Ledger.meet, [(8, rank, 0) for rank in range(4)])
+    made += pair_up(runtime, gang, 9)
+    change = runtime.broadcast(gang, Ledger.add, 2)
+    assert runtime.get(change) == (added(0, 1, 2),) * 4
+    assert runtime.get(tuple(made)) == paired(5, 6, 7, 9) and len(runtime.get(together)) == 4
+
+
+@pytest.mark.parametrize(("held", "num_again"), [((0, 1, 2, 3), 3), (None, 1)])
+@pytest.mark.parametrize("dead", range(4))
+def test_what_teams_are_at_when_a_worker_dies_is_made_again_by_any(
+    dead: int, held: tuple[int, ...] | None, num_again: int, world: World
+) -> None:
+    """held: workers that do nothing before the death; None: the dead one alone, whose neighbour has answered then."""
+    runtime, gang = start_teams(world, "A", "A", "A", "A")
+    world.hold = holding("pair", *(held or (dead,)))
+    made = pair_up(runtime, gang, 5, 6, 7)
+    turns(runtime)
+    since = len(world.sent)
+    world.die(world.processes[dead])
+    assert runtime.get(tuple(made)) == paired(5, 6, 7)
+    again = made_by(world, since)
+    assert len(again) == PAIR * num_again and all(number >= 4 for number in again)
+
+
+def test_a_teams_result_that_its_node_took_along_is_made_again(world: World) -> None:
+    runtime, gang = start_teams(world, "A", "A", "B", "B")
+    made = pair_up(runtime, gang, 5, 6)
+    assert runtime.get(tuple(made)) == paired(5, 6)
+    world.lose("B")
+    assert runtime.get(tuple(made)) == paired(5, 6)
+
+
+def test_an_error_in_a_team_is_told_and_leaves_the_other_teams_calls(world: World) -> None:
+    runtime, gang = start_teams(world, "A", "A", "A", "A")
+    wrong = runtime.submit_team_pieces(gang, Ledger.pair, (1, 0), [(5, 1, 1), (5, 1, 0)])[0][0]
+    (right,) = pair_up(runtime, gang, 6)
+    with pytest.raises(WorkerError, match="worker 0 got what was for place 1"):
+        runtime.get(wrong)
+    assert runtime.get(right) == paired(6)[0]
+
+
+def test_a_silent_worker_of_a_team_is_replaced_with_its_gang(world: World) -> None:
+    runtime, gang = start_teams(world, "A", "A", "A", "A")
+    world.hold = holding("pair", 3)
+    made = pair_up(runtime, gang, 5, 6, 7)
+    assert runtime.get(tuple(made)) == paired(5, 6, 7)
+    assert [process.alive for process in world.processes[:4]] == [False] * 4
+
+
+def test_a_gang_that_has_lost_a_team_goes_on_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    put_into(monkeypatch, world)
+    runtime, gang = start_teams(world, "A", "A", "B", "B")
+    world.hold = holding("pair")
+    made = pair_up(runtime, gang, 5, 6, 7)
+    turns(runtime)
+    world.hold = nothing
+    world.lose("B")
+    assert runtime.get(tuple(made)) == paired(5, 6, 7)
+    assert gang.size == 2
+
+
+def test_a_gang_that_is_no_whole_number_of_teams_cannot_make_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    put_into(monkeypatch, world)
+    runtime, gang = start_teams(world, "A", "A", "A", "B")
+    world.hold = holding("pair")
+    made = pair_up(runtime, gang, 5, 6)
+    turns(runtime)
+    world.hold = nothing
+    world.lose("B")
+    with pytest.raises(WorkersLostError, match=r"gang.pair .* was to be made by 2 workers together, and 3 are left"):
+        runtime.get(tuple(made))
 
 
 class Pair(Ledger):

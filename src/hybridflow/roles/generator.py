@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 from hybridflow.batch import Batch
@@ -22,9 +21,6 @@ from hybridflow.weights.link import Member, plan_meeting
 
 Members = tuple[Member | None, ...]
 """All workers of a group by rank, as they are to the other side of a link."""
-
-_Part = tuple[Batch, tuple[int, ...]]
-"""Prompts of one call, and the rows of each chunk that it makes."""
 
 
 class GeneratorWorker:
@@ -146,48 +142,26 @@ class Generator:
         """`samples_per_prompt` samples of each prompt; `sampling` stands in for the role's own (evaluation)."""
         chosen = sampling or self._sampling
         num_calls = min(self._calls_per_worker * self._replicas.data, max(prompts.num_rows, 1))
-        parts = [
-            (part, self._plan_chunks(part.num_rows, num_calls, chosen.samples_per_prompt))
-            for part in prompts.split(num_calls)
-        ]
-        submit = self._submit if self._replicas.tensor == 1 else self._submit_together
-        return BatchRef(tuple(submit(parts, chosen, step)))
-
-    def _submit(self, parts: Sequence[_Part], sampling: SamplingParams, step: int) -> list[ChunkRef]:
-        """A call for each part, on whichever worker is free."""
         chunks: list[ChunkRef] = []
         first_row = 0
-        for part, sizes in parts:
+        for part in prompts.split(num_calls):
+            sizes = self._plan_chunks(part.num_rows, num_calls, chosen.samples_per_prompt)
             label = name_rows(first_row, sum(sizes))
-            refs = self._runtime.submit_pieces(
-                *(self._generators, GeneratorWorker.rollout, 2 * len(sizes)),
-                *(part, sampling, step, sizes, self._weights),
-                rows=label,
-            )
-            chunks += name_parts(refs, sizes)
+            chunks += name_parts(self._submit(part, chosen, step, sizes, label), sizes)
             first_row += sum(sizes)
-        return chunks
+        return BatchRef(tuple(chunks))
 
-    def _submit_together(self, parts: Sequence[_Part], sampling: SamplingParams, step: int) -> list[ChunkRef]:
-        """Calls on all workers at once, of which each replica gets one part; its first rank returns the samples."""
-        chunks: list[ChunkRef] = []
-        first_row = 0
-        layout = self._replicas
-        for start in range(0, len(parts), layout.data):
-            taken = list(parts[start : start + layout.data])
-            # Replicas for which nothing is left take part without prompts.
-            taken += [(taken[0][0].slice(0, 0), ())] * (layout.data - len(taken))
-            given = [(taken[at.data], at.tensor == 0) for at in map(layout.coordinates, range(layout.size))]
-            calls = [(part, sampling, step, sizes if tells else (), self._weights) for (part, sizes), tells in given]
-            counts = [2 * len(sizes) for _, _, _, sizes, _ in calls]
-            rows = sum(sum(sizes) for _, sizes in taken)
-            made = self._runtime.submit_all_pieces(
-                self._generators, GeneratorWorker.rollout, counts, calls, name_rows(first_row, rows)
-            )
-            for refs, (_, _, _, sizes, _) in zip(made, calls, strict=False):
-                chunks += name_parts(refs, sizes)
-            first_row += rows
-        return chunks
+    def _submit(
+        self, prompts: Batch, sampling: SamplingParams, step: int, sizes: tuple[int, ...], rows: str
+    ) -> tuple[Ref[Batch], ...]:
+        """A call on whichever worker is free, or replica of several, of which the first returns the samples."""
+        count, others = 2 * len(sizes), self._replicas.tensor - 1
+        if not others:
+            args = (prompts, sampling, step, sizes, self._weights)
+            return self._runtime.submit_pieces(self._generators, GeneratorWorker.rollout, count, *args, rows=rows)
+        calls = [(prompts, sampling, step, told, self._weights) for told in (sizes, *[()] * others)]
+        counts = [count, *[0] * others]
+        return self._runtime.submit_team_pieces(self._generators, GeneratorWorker.rollout, counts, calls, rows)[0]
 
     def _plan_chunks(self, num_prompts: int, num_calls: int, samples: int) -> tuple[int, ...]:
         """Rows of each chunk of one call: whole groups, as even as they come."""

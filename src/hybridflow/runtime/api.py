@@ -184,6 +184,19 @@ class Runtime(Protocol):
         """As `submit_all`, for a verb of which worker i returns `counts[i]` objects, maybe none."""
         ...
 
+    def submit_team_pieces(
+        self,
+        group: Group[W],
+        verb: Callable[Concatenate[W, ...], Pieces[R]],
+        counts: Sequence[int],
+        args: Sequence[tuple[Any, ...]],
+        rows: str = "",
+    ) -> tuple[tuple[Ref[R], ...], ...]:
+        """As `submit_pieces`, for a verb in which a team of a gang meets: so many neighbours as there are `args`, whichever are free; the
+        pieces by their place in the team. Teams do not overlap, and one size divides the gang.
+        """
+        ...
+
     def ask(self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any) -> Ref[tuple[R | None, ...]]:
         """Calls a verb that leaves nothing behind but what can be had again, on every worker that is there; the small answers by rank.
 

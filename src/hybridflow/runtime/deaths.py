@@ -71,8 +71,8 @@ class DeathRegister:
 
     def count_attempt(self, task: Task, worker: WorkerProcess, told: str) -> None:
         """Counts a call that has to be made again. Raises WorkersLostError where the call itself seems to be the cause."""
-        # Of a call on all workers each may lose its own, as when a machine goes; it is the cause where one place loses it every time.
-        place = worker.rank if task.on_all else 0
+        # Of a call on several workers each may lose its own, as when a machine goes; it is the cause where one place loses it every time.
+        place = task.place_of(worker)
         task.deaths[place] += 1
         if task.deaths[place] >= self._settings.max_attempts:
             raise WorkersLostError(

@@ -15,7 +15,8 @@ from hybridflow.runtime.api import HELD_BY_ASKED, RuntimeSettings, WorkersLostEr
 from hybridflow.runtime.deaths import DeathRegister
 from hybridflow.runtime.host import BUILT, Describe, Failure, HostInfo, Report, Run, Start, encode
 from hybridflow.runtime.placement import DEVICE_TYPES, Placement, Slot
-from hybridflow.runtime.tasks import Arguments, Attempt, Output, Result, Task, WorkerGroup, WorkerProcess
+from hybridflow.runtime.records import Arguments, Result
+from hybridflow.runtime.tasks import Attempt, Output, Task, WorkerGroup, WorkerProcess
 from hybridflow.runtime.transport import Transport
 from hybridflow.types import Call, Ref, Span
 
@@ -172,9 +173,14 @@ class Dispatcher:
                 if (task.counts or (task.asks and group.gang)) and not self._can_meet(task):
                     segment.add(task)
                     return
+                chosen = self._choose_workers(task)
+                if not chosen:
+                    # Nothing overtakes it, so that a team becomes free.
+                    segment.add(task)
+                    return
                 if not task.sent:
                     task.sent, task.past = True, group.past
-                for worker in self._choose_workers(task):
+                for worker in chosen:
                     group.free.pop(worker, None)
                     self._send_task(worker, task)
             if segment.ready or segment.waiting or segment.change is None or not self._send_change(segment.change):
@@ -197,9 +203,12 @@ class Dispatcher:
         group.free.clear()
         return True
 
-    def _choose_workers(self, task: Task) -> list[WorkerProcess]:
-        """Who makes a read: whoever is free, all, or all that are there."""
+    def _choose_workers(self, task: Task) -> Sequence[WorkerProcess]:
+        """Who makes a read: whoever is free, a team that is, all, or all that are there. None while no team is free."""
         group = task.group
+        if task.in_team:
+            task.team = group.find_team(len(task.counts))
+            return task.team
         if not task.asks:
             return list(group.workers) if task.counts else [next(iter(group.free))]
         task.asked = {worker.rank: (worker, worker.handle) for worker in group.workers}
@@ -213,9 +222,9 @@ class Dispatcher:
         self.finish(task)
 
     def _can_meet(self, task: Task) -> bool:
-        """Whether all workers are there for a read in which they meet; like a change, it queues behind what they are at."""
+        """Whether all workers are there for a read in which they meet; on all, it queues like a change behind what they are at."""
         group = task.group
-        if task.counts and len(task.counts) != group.size:
+        if task.counts and (group.size % len(task.counts) or not (task.in_team or len(task.counts) == group.size)):
             raise WorkersLostError(
                 f"{task.call} was to be made by {len(task.counts)} workers together, and {group.size} are left; start again with fewer"
             )
@@ -287,7 +296,7 @@ class Dispatcher:
     def _take_result(self, worker: WorkerProcess, task: Task, result: Result) -> None:
         if task.done:
             return  # made again on the way to another result; the first one stands
-        task.results[worker.rank if task.on_all else 0] = result
+        task.results[task.place_of(worker)] = result
         task.held = task.held or any(isinstance(told, str) and told == HELD_BY_ASKED for told in result.digests)
         task.unanswered.discard(worker)
         self.finish(task)
@@ -295,7 +304,11 @@ class Dispatcher:
     def finish(self, task: Task) -> None:
         """Marks the call done once all workers that it was for have answered, and wakes what waited for it."""
         group = task.group
-        if task.unanswered if task.asks else task.on_all and any(w.rank not in task.results for w in group.workers):
+        if task.asks:
+            is_waiting = bool(task.unanswered)
+        else:
+            is_waiting = task.is_shared and any(task.place_of(worker) not in task.results for worker in task.makers)
+        if is_waiting:
             return
         task.done, task.after = True, None
         self.deaths.repeated(task)

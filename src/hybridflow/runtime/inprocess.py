@@ -84,6 +84,17 @@ class InProcessRuntime:
         """See `Runtime.submit_all_pieces`."""
         return (self.submit_pieces(group, verb, counts[0], *args[0], rows=rows),)
 
+    def submit_team_pieces(
+        self,
+        group: Group[W],
+        verb: Callable[Concatenate[W, ...], Pieces[R]],
+        counts: Sequence[int],
+        args: Sequence[tuple[Any, ...]],
+        rows: str = "",
+    ) -> tuple[tuple[Ref[R], ...], ...]:
+        """See `Runtime.submit_team_pieces`."""
+        return self.submit_all_pieces(group, verb, counts, args, rows)
+
     def ask(self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any) -> Ref[tuple[R | None, ...]]:
         """See `Runtime.ask`."""
         return self.broadcast(group, verb, *args)

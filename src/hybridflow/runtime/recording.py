@@ -23,6 +23,7 @@ W = TypeVar("W", bound=Closeable)
 R = TypeVar("R")
 S = TypeVar("S")
 P = ParamSpec("P")
+On = Literal["one", "team", "each"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class RecordedCall:
     """One call: `RecordedCall(7, Call("actor", "update", Mark(1, "update")), "each", num_rows=512, inputs=(1, 2, 5), after=(6,))`.
 
     number:   from 1, in the order of calling.
-    on:       `one` worker, whichever is free, or `each` of the group.
+    on:       `one` worker, or one `team` of a gang, whichever is free, or `each` of the group.
     num_rows: of the first batch among its arguments; 0 without one.
     inputs:   the calls whose results its arguments name.
     after:    the calls of its own group that it keeps its order to: the last change of state before it, and if it changes the state
@@ -39,7 +40,7 @@ class RecordedCall:
 
     number: int
     call: Call
-    on: Literal["one", "each"]
+    on: On
     num_rows: int = 0
     inputs: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
@@ -105,8 +106,18 @@ class RecordingRuntime:
         rows: str = "",
     ) -> tuple[tuple[Ref[R], ...], ...]:
         """See `Runtime.submit_all_pieces`; what the workers make shares one call."""
-        made = self._read(group, verb.__name__, tuple(chain.from_iterable(args)), rows, on="each")
-        return tuple(tuple(Ref(made.handle, made.call) for _ in range(count)) for count in counts)
+        return self._meet(group, verb.__name__, counts, args, rows, "each")
+
+    def submit_team_pieces(
+        self,
+        group: Group[W],
+        verb: Callable[Concatenate[W, ...], Pieces[R]],
+        counts: Sequence[int],
+        args: Sequence[tuple[Any, ...]],
+        rows: str = "",
+    ) -> tuple[tuple[Ref[R], ...], ...]:
+        """See `Runtime.submit_team_pieces`; what the workers make shares one call."""
+        return self._meet(group, verb.__name__, counts, args, rows, "team")
 
     def ask(self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any) -> Ref[tuple[R | None, ...]]:
         """See `Runtime.ask`."""
@@ -170,7 +181,13 @@ class RecordingRuntime:
         self.groups.append(group)
         return group
 
-    def _read(self, group: Any, verb: str, args: Any, rows: str, on: Literal["one", "each"] = "one") -> Ref[Any]:
+    def _meet(
+        self, group: Any, verb: str, counts: Sequence[int], args: Sequence[tuple[Any, ...]], rows: str, on: On
+    ) -> tuple[tuple[Ref[Any], ...], ...]:
+        made = self._read(group, verb, tuple(chain.from_iterable(args)), rows, on)
+        return tuple(tuple(Ref(made.handle, made.call) for _ in range(count)) for count in counts)
+
+    def _read(self, group: Any, verb: str, args: Any, rows: str, on: On = "one") -> Ref[Any]:
         after = () if group.last_change is None else (group.last_change,)
         made = self._record(group, verb, args, rows, on, after)
         group.reads.append(made.handle)
@@ -182,9 +199,7 @@ class RecordingRuntime:
         group.last_change, group.reads = made.handle, []
         return made
 
-    def _record(
-        self, group: Any, verb: str, args: Any, rows: str, on: Literal["one", "each"], after: tuple[int, ...]
-    ) -> Ref[Any]:
+    def _record(self, group: Any, verb: str, args: Any, rows: str, on: On, after: tuple[int, ...]) -> Ref[Any]:
         call = Call(group.role, verb, current_mark(), rows)
         _, refs = flatten_refs(args)
         number = len(self.calls) + 1

@@ -11,7 +11,8 @@ from hybridflow.config import ConfigError
 from hybridflow.runtime.api import WorkerError, WorkersLostError
 from hybridflow.runtime.dispatcher import Dispatcher
 from hybridflow.runtime.host import Failure
-from hybridflow.runtime.tasks import Attempt, Result, StateLostError, Task, WorkerGroup, WorkerProcess
+from hybridflow.runtime.records import Result
+from hybridflow.runtime.tasks import Attempt, StateLostError, Task, WorkerGroup, WorkerProcess
 from hybridflow.runtime.transport import InputLost
 from hybridflow.types import PeerLostError
 
@@ -86,7 +87,7 @@ class Repairs:
             dispatcher.unanswered(task, worker)
         reads = [task for task in tasks if not task.tells]
         for task in reads:
-            # Of a read on all workers others may have reported, and they make it again, too.
+            # Of a read on several workers others may have reported, and they make it again, too.
             task.results = {}
         return reads
 
@@ -198,7 +199,7 @@ class Repairs:
         self._dispatcher.deaths.count_attempt(task, worker, f"{worker.name_of(task.call)} has lost its inputs")
         for needed in [needed for needed in task.inputs() if needed.done and needed.made(answer.lost)]:
             self.remake(needed, answer.lost)
-        if task.on_all:
+        if task.is_shared:
             self._replace([worker], [] if task.changes else [task])
         else:
             self._repeat(worker.group, [task])
@@ -215,7 +216,7 @@ class Repairs:
             ]
             silent = {w for w in group.workers if w.attempts} - {entry[1].worker for entry in together}
             only_peers = all(entry[2].kind == PeerLostError.__name__ for entry in together)
-            grace_s = PEER_GRACE_S if only_peers else GRACE_S if silent and task and task.on_all else 0.0
+            grace_s = PEER_GRACE_S if only_peers else GRACE_S if silent and task and task.is_shared else 0.0
             if group.gang and time.monotonic() - since_s < grace_s:
                 continue
             dispatcher.failed = [entry for entry in dispatcher.failed if entry not in together]

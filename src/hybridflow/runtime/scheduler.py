@@ -17,8 +17,9 @@ from hybridflow.runtime.dispatch import flatten_refs, restore_refs
 from hybridflow.runtime.dispatcher import Dispatcher, object_of
 from hybridflow.runtime.host import Close, decode, encode
 from hybridflow.runtime.placement import Placement
+from hybridflow.runtime.records import Arguments
 from hybridflow.runtime.repairs import LOOK_S, Repairs
-from hybridflow.runtime.tasks import Arguments, Output, Task, WorkerGroup
+from hybridflow.runtime.tasks import Output, Task, WorkerGroup
 from hybridflow.runtime.transport import Died, InputLost, ObjectLostError, Transport
 from hybridflow.types import Metrics, Recovery, Ref, Span, last, total
 
@@ -80,11 +81,35 @@ class Scheduler:
         rows: str = "",
     ) -> tuple[tuple[Ref[R], ...], ...]:
         """See `Runtime.submit_all_pieces`."""
+        return self._meet(group, verb, counts, args, rows, in_team=False)
+
+    def submit_team_pieces(
+        self,
+        group: Group[W],
+        verb: Callable[Concatenate[W, ...], Pieces[R]],
+        counts: Sequence[int],
+        args: Sequence[tuple[Any, ...]],
+        rows: str = "",
+    ) -> tuple[tuple[Ref[R], ...], ...]:
+        """See `Runtime.submit_team_pieces`."""
+        return self._meet(group, verb, counts, args, rows, in_team=True)
+
+    def _meet(
+        self,
+        group: Group[Any],
+        verb: Callable[..., Any],
+        counts: Sequence[int],
+        args: Sequence[tuple[Any, ...]],
+        rows: str,
+        *,
+        in_team: bool,
+    ) -> tuple[tuple[Ref[Any], ...], ...]:
         arguments = tuple(map(Arguments.of, args))
-        task = self._dispatcher.enqueue(_own(group), verb, rows, arguments=arguments, counts=tuple(counts))
+        fields: dict[str, Any] = {"arguments": arguments, "counts": tuple(counts), "in_team": in_team}
+        task = self._dispatcher.enqueue(_own(group), verb, rows, **fields)
         return tuple(
-            tuple(Ref(Output(task, piece, rank), task.call) for piece in range(count))
-            for rank, count in enumerate(counts)
+            tuple(Ref(Output(task, piece, place), task.call) for piece in range(count))
+            for place, count in enumerate(counts)
         )
 
     def ask(self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any) -> Ref[tuple[R | None, ...]]:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridflow.runtime.api import Seat, Split
-from hybridflow.runtime.dispatch import flatten_refs
 from hybridflow.runtime.host import HostInfo
 from hybridflow.runtime.placement import Slot
+from hybridflow.runtime.records import Arguments, Result
 from hybridflow.types import Call, Ref
 
 
@@ -25,7 +25,7 @@ from hybridflow.types import Call, Ref
 class Output:
     """What a `Ref` of the scheduler holds: one object of a task, or with `piece` None the results of all workers.
 
-    rank: who made it, of a read on all workers; else 0.
+    rank: who made it, of a read on all workers, or its place in the team that made it; else 0.
     """
 
     task: Task
@@ -33,34 +33,11 @@ class Output:
     rank: int = 0
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """Arguments of a call with numbered slots where references were."""
-
-    skeleton: Any
-    refs: tuple[Ref[Any], ...]
-
-    @classmethod
-    def of(cls, args: Sequence[Any]) -> Arguments:
-        """Takes the references out."""
-        skeleton, refs = flatten_refs(tuple(args))
-        return cls(skeleton, tuple(refs))
-
-
-@dataclass(frozen=True)
-class Result:
-    """What one worker made: handles of its objects, their digests, and the node that keeps them; or of a change its value."""
-
-    objects: tuple[Any, ...] = ()
-    digests: tuple[Any, ...] = ()
-    node_id: str = ""
-    value: Any = None
-
-
 @dataclass(eq=False)
 class Task:
-    """One call: on one worker, or on all of its group where it changes their state or they meet in it (`counts`: pieces of each rank).
+    """One call: on one worker, on all of its group where it changes their state, or on those who meet in it (`counts`: pieces of each).
 
+    in_team: those who meet are neighbours in a gang, as many as `counts`; `team`: which ones make it, or have made it.
     held:   what it made lies with workers whose answers it was made from.
     spares: second copies of a snapshot's parts, by rank, and the nodes that keep them.
     asks:   on every worker that is there; `asked`: these, and their processes, by rank, `unanswered` those who have not answered yet.
@@ -72,6 +49,8 @@ class Task:
     verb: Callable[..., Any]
     pieces: int = 0
     counts: tuple[int, ...] = ()
+    in_team: bool = False
+    team: tuple[WorkerProcess, ...] = ()
     changes: bool = False
     replaces: bool = False
     position: int | None = None
@@ -96,9 +75,18 @@ class Task:
     unanswered: set[WorkerProcess] = field(default_factory=set)
 
     @property
-    def on_all(self) -> bool:
-        """Whether every worker of the group makes it."""
+    def is_shared(self) -> bool:
+        """Whether several workers make it: all of the group, or a team."""
         return self.changes or self.asks or bool(self.counts)
+
+    @property
+    def makers(self) -> Sequence[WorkerProcess]:
+        """Of a shared call those who make it."""
+        return self.team if self.in_team else self.group.workers
+
+    def place_of(self, worker: WorkerProcess) -> int:
+        """Where the worker stands among those who make it."""
+        return self.team.index(worker) if self.in_team else worker.rank if self.is_shared else 0
 
     @property
     def tells(self) -> bool:
@@ -112,7 +100,7 @@ class Task:
 
     def pieces_of(self, worker: WorkerProcess) -> int:
         """Pieces that this worker returns."""
-        return self.counts[self.group.workers.index(worker)] if self.counts else self.pieces
+        return self.counts[self.makers.index(worker)] if self.counts else self.pieces
 
     def inputs(self) -> Iterable[Task]:
         """The calls whose results this one needs before it can go: those described until it is divided, then those referenced."""
@@ -130,7 +118,7 @@ class Task:
 
     def arguments_for(self, worker: WorkerProcess) -> Arguments:
         """What the worker is given."""
-        return self.arguments[0 if len(self.arguments) == 1 else self.group.workers.index(worker)]
+        return self.arguments[0 if len(self.arguments) == 1 else self.makers.index(worker)]
 
     def digest(self, output: Output) -> Any:
         """The digest of one of its objects; None where its verb gave none."""
@@ -279,6 +267,11 @@ class WorkerGroup:
         """Where the worker sits."""
         address = worker.info.address if worker.info else ""
         return Seat(self.role, worker.rank, self.size, self.device, self.dtype, rendezvous, timeout_s, address)
+
+    def find_team(self, size: int) -> tuple[WorkerProcess, ...]:
+        """So many neighbours who are all free; none where there are no such. Teams do not overlap."""
+        teams = (tuple(self.workers[start : start + size]) for start in range(0, self.size, size))
+        return next((team for team in teams if all(worker in self.free for worker in team)), ())
 
     def enqueue(self, task: Task) -> None:
         """Puts a call behind all others."""
