@@ -64,8 +64,8 @@ class RolloutSettings:
     weights with the adapter added, from which every engine decodes as fast as without one; `adapter` its two small matrices a layer, a
     hundredth of the bytes or less, added again for every token. On the trainer's own weights nothing is sent, and it stays beside them."""
     chunks: int = Field(default=1, ge=1)
-    """Calls that each generating worker's part of a step is split into; with more than one, scoring starts while later ones still
-    generate, and a worker that is done early takes from the others (Ray)."""
+    """Calls that each generating worker's part of a step is split into, or that of each replica of several (`native.tp`); with more than
+    one, scoring starts while later ones still generate, and who is done early takes from the others (Ray)."""
 
     def check_sampling(self, sampling: SamplingParams, key: str) -> None:
         """Raises ConfigError for ways of sampling that the engine does not know; key: where they stand in the config."""
