@@ -98,7 +98,7 @@ def test_calls_of_a_team_share_what_all_its_workers_name() -> None:
     first = runtime.submit(gang, Toy.read)
     made = runtime.submit_team_pieces(gang, Toy.make, (2, 0), [(first,), (1,)], "rows 0 to 7")
     assert [len(refs) for refs in made] == [2, 0] and {ref.handle for refs in made for ref in refs} == {2}
-    assert (runtime.calls[1].on, runtime.calls[1].inputs, runtime.calls[1].call.rows) == ("team", (1,), "rows 0 to 7")
+    assert (runtime.calls[1].on, runtime.calls[1].inputs, runtime.calls[1].call.rows) == (2, (1,), "rows 0 to 7")
 
 
 def test_the_inputs_of_a_scatter_are_what_its_split_holds_and_what_it_waits_for() -> None:

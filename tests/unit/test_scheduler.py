@@ -537,6 +537,7 @@ def test_all_ranks_come_to_what_they_share_in_one_order(world: World) -> None:
     change = runtime.broadcast(gang, Ledger.add, 2)
     assert runtime.get(change) == (added(0, 1, 2),) * 4
     assert runtime.get(tuple(made)) == paired(5, 6, 7, 9) and len(runtime.get(together)) == 4
+    assert len(world.processes) == 4, "none was taken to be dead"
 
 
 @pytest.mark.parametrize(("held", "num_again"), [((0, 1, 2, 3), 3), (None, 1)])
@@ -564,12 +565,16 @@ def test_a_teams_result_that_its_node_took_along_is_made_again(world: World) -> 
     assert runtime.get(tuple(made)) == paired(5, 6)
 
 
-def test_an_error_in_a_team_is_told_and_leaves_the_other_teams_calls(world: World) -> None:
+def test_an_error_in_a_team_is_told_at_once_and_leaves_the_other_teams_calls(world: World) -> None:
     runtime, gang = start_teams(world, "A", "A", "A", "A")
+    world.hold = holding("pair", 2, 3)
     wrong = runtime.submit_team_pieces(gang, Ledger.pair, (1, 0), [(5, 1, 1), (5, 1, 0)])[0][0]
     (right,) = pair_up(runtime, gang, 6)
+    begun_s = world.clock.now_s
     with pytest.raises(WorkerError, match="worker 0 got what was for place 1"):
         runtime.get(wrong)
+    assert world.clock.now_s - begun_s < 1, "what another team is at explains nothing"
+    world.hold = nothing
     assert runtime.get(right) == paired(6)[0]
 
 
@@ -603,7 +608,7 @@ def test_a_gang_that_is_no_whole_number_of_teams_cannot_make_their_calls(monkeyp
     turns(runtime)
     world.hold = nothing
     world.lose("B")
-    with pytest.raises(WorkersLostError, match=r"gang.pair .* was to be made by 2 workers together, and 3 are left"):
+    with pytest.raises(WorkersLostError, match=r"gang.pair .* is made by teams of 2 workers, and 3 are left; start .* multiple of 2"):
         runtime.get(tuple(made))
 
 

@@ -204,8 +204,7 @@ def build_graph(calls: Sequence[RecordedCall], lanes: tuple[Lane, ...], sizes: M
 
 def _build_node(recorded: RecordedCall, size: int) -> Node:
     call = recorded.call
-    named_on = {"one": "any", "team": "some", "each": "each"}[recorded.on]
-    workers = "" if size == 1 else f"{named_on} of {size}"
+    workers = "" if size == 1 else f"{'any' if recorded.on == 'one' else recorded.on} of {size}"
     named = re.fullmatch(r"rows (\d+) to (\d+)", call.rows)
     num_rows = int(named[2]) - int(named[1]) + 1 if named else recorded.num_rows
     return Node(recorded.number, call.role, call.verb, call.mark.phase, num_rows, workers, later=call.mark.step > 1)

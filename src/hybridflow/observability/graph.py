@@ -26,7 +26,7 @@ class Node:
 
     key:      its number; smaller keys were called earlier.
     num_rows: rows of all its calls together; 0 where it is not about rows.
-    workers:  who runs it, "any of 2" or "each of 2".
+    workers:  who runs it, "any of 2", "each of 2", or together "2 of 4".
     later:    it belongs to the next step.
     """
 

@@ -175,7 +175,7 @@ class Dispatcher:
                     return
                 chosen = self._choose_workers(task)
                 if not chosen:
-                    # Nothing overtakes it, so that a team becomes free.
+                    # Nothing overtakes it, or one worker of each team could be kept busy for good.
                     segment.add(task)
                     return
                 if not task.sent:
@@ -223,10 +223,14 @@ class Dispatcher:
 
     def _can_meet(self, task: Task) -> bool:
         """Whether all workers are there for a read in which they meet; on all, it queues like a change behind what they are at."""
-        group = task.group
-        if task.counts and (group.size % len(task.counts) or not (task.in_team or len(task.counts) == group.size)):
+        group, wanted = task.group, len(task.counts)
+        if task.in_team and group.size % wanted:
             raise WorkersLostError(
-                f"{task.call} was to be made by {len(task.counts)} workers together, and {group.size} are left; start again with fewer"
+                f"{task.call} is made by teams of {wanted} workers, and {group.size} are left; start again with a multiple of {wanted}"
+            )
+        if task.counts and not task.in_team and group.size != wanted:
+            raise WorkersLostError(
+                f"{task.call} was to be made by {wanted} workers together, and {group.size} are left; start again with fewer"
             )
         return all(worker.ready for worker in group.workers)
 

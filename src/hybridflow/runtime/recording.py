@@ -23,7 +23,7 @@ W = TypeVar("W", bound=Closeable)
 R = TypeVar("R")
 S = TypeVar("S")
 P = ParamSpec("P")
-On = Literal["one", "team", "each"]
+On = Literal["one", "each"] | int
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RecordedCall:
     """One call: `RecordedCall(7, Call("actor", "update", Mark(1, "update")), "each", num_rows=512, inputs=(1, 2, 5), after=(6,))`.
 
     number:   from 1, in the order of calling.
-    on:       `one` worker, or one `team` of a gang, whichever is free, or `each` of the group.
+    on:       `one` worker, whichever is free, so many neighbours of a gang that are, or `each` of the group.
     num_rows: of the first batch among its arguments; 0 without one.
     inputs:   the calls whose results its arguments name.
     after:    the calls of its own group that it keeps its order to: the last change of state before it, and if it changes the state
@@ -117,7 +117,7 @@ class RecordingRuntime:
         rows: str = "",
     ) -> tuple[tuple[Ref[R], ...], ...]:
         """See `Runtime.submit_team_pieces`; what the workers make shares one call."""
-        return self._meet(group, verb.__name__, counts, args, rows, "team")
+        return self._meet(group, verb.__name__, counts, args, rows, len(args))
 
     def ask(self, group: Group[W], verb: Callable[Concatenate[W, ...], R], *args: Any) -> Ref[tuple[R | None, ...]]:
         """See `Runtime.ask`."""

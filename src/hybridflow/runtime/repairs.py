@@ -214,9 +214,9 @@ class Repairs:
             together = [
                 entry for entry in dispatcher.failed if entry[1].worker.group is group and entry[1].task is task
             ]
-            silent = {w for w in group.workers if w.attempts} - {entry[1].worker for entry in together}
+            silent = {w for w in group.workers if w.is_at(task)} - {entry[1].worker for entry in together}
             only_peers = all(entry[2].kind == PeerLostError.__name__ for entry in together)
-            grace_s = PEER_GRACE_S if only_peers else GRACE_S if silent and task and task.is_shared else 0.0
+            grace_s = PEER_GRACE_S if only_peers else GRACE_S if silent and task else 0.0
             if group.gang and time.monotonic() - since_s < grace_s:
                 continue
             dispatcher.failed = [entry for entry in dispatcher.failed if entry not in together]
@@ -292,12 +292,8 @@ class Repairs:
 
     def _as_silent(self, worker: WorkerProcess, attempt: Attempt) -> str:
         """The ranks that are in the same call: in a collective all wait for one, and from here it cannot be seen for which."""
-        same = [
-            each
-            for each in worker.group.workers
-            if each is not worker and worker.group.gang and attempt.task is not None
-        ]
-        silent = [each for each in same if any(other.task is attempt.task for other in each.attempts.values())]
+        others = [each for each in worker.group.workers if each is not worker and worker.group.gang and attempt.task]
+        silent = [each for each in others if each.is_at(attempt.task)]
         return f", and for {', '.join(each.label for each in silent)}" if silent else ""
 
     def _who_waits(self, attempt: Attempt) -> str:

@@ -104,9 +104,10 @@ class Scheduler:
         *,
         in_team: bool,
     ) -> tuple[tuple[Ref[Any], ...], ...]:
-        arguments = tuple(map(Arguments.of, args))
-        fields: dict[str, Any] = {"arguments": arguments, "counts": tuple(counts), "in_team": in_team}
-        task = self._dispatcher.enqueue(_own(group), verb, rows, **fields)
+        called = tuple(map(Arguments.of, args))
+        task = self._dispatcher.enqueue(
+            _own(group), verb, rows, arguments=called, counts=tuple(counts), in_team=in_team
+        )
         return tuple(
             tuple(Ref(Output(task, piece, place), task.call) for piece in range(count))
             for place, count in enumerate(counts)

@@ -86,7 +86,9 @@ class Task:
 
     def place_of(self, worker: WorkerProcess) -> int:
         """Where the worker stands among those who make it."""
-        return self.team.index(worker) if self.in_team else worker.rank if self.is_shared else 0
+        if self.in_team:
+            return self.team.index(worker)
+        return worker.rank if self.is_shared else 0
 
     @property
     def tells(self) -> bool:
@@ -193,6 +195,10 @@ class WorkerProcess:
         device = f" on {_name_devices(self.slot)}" if self.slot else ""
         where = f" of {self.info.address}, pid {self.info.pid}" if self.info else ""
         return f"{self.group.role}{number}{device}{where}"
+
+    def is_at(self, task: Task | None) -> bool:
+        """Whether the call is with it."""
+        return any(attempt.task is task for attempt in self.attempts.values())
 
     def name_of(self, call: Call) -> str:
         """The call as errors name it: `actor[1].update (phase 'update', step 3)`."""
