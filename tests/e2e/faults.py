@@ -6,6 +6,8 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +17,8 @@ from types import TracebackType
 from typing import Any
 
 from tiny_runs import read_lines
+
+from hybridflow.config import to_yaml
 
 Verb = Callable[..., Any]
 RAYS_OWN = ("IDLE", "Agent")
@@ -146,15 +150,16 @@ def delayed(max_s: float) -> Callable[[type, str], Verb]:
     return build
 
 
-def held_up(directory: Path, after_calls: int) -> Callable[[type, str], Verb]:
-    """A verb that, once, after so many calls, writes its node's id to `directory/held` and stays."""
+def held_up(directory: Path, after_calls: int, rank: int | None = None) -> Callable[[type, str], Verb]:
+    """A verb that, once, after so many calls, of this rank or of any, writes its node's id to `directory/held` and stays."""
 
     def build(owner: type, name: str) -> Verb:
         def verb(worker: Any, *args: Any, **kwargs: Any) -> Any:
-            made = len(list(directory.glob("call_*")))
-            (directory / f"call_{time.time_ns()}_{os.getpid()}").touch()
-            if made >= after_calls and _claim(directory / "held"):
-                time.sleep(90.0)
+            if rank in (None, worker._seat.rank):
+                made = len(list(directory.glob("call_*")))
+                (directory / f"call_{time.time_ns()}_{os.getpid()}").touch()
+                if made >= after_calls and _claim(directory / "held"):
+                    time.sleep(90.0)
             return getattr(owner, name)(worker, *args, **kwargs)
 
         verb.__name__ = name
@@ -185,3 +190,11 @@ def read_held(directory: Path, within_s: float = 100.0) -> str:
                 return text.strip()
         time.sleep(0.01)
     raise TimeoutError(f"no verb was held up in {within_s} s")
+
+
+def run_on_two_nodes(config: Any, fault: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """A run in a process of its own, by `two_nodes.py`; its config and marks lie in the directory."""
+    (directory / "config.yaml").write_text(to_yaml(config))
+    command = [sys.executable, str(Path(__file__).parent / "two_nodes.py"), str(directory / "config.yaml"), fault]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.run([*command, str(directory)], env=environment, capture_output=True, text=True, timeout=300)

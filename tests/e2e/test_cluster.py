@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import FaultyVerb, Killer, delayed
+from faults import FaultyVerb, Killer, delayed, run_on_two_nodes
 from tiny_runs import (
     assert_same_rollouts,
     assert_same_run,
@@ -25,7 +23,6 @@ from tiny_runs import (
 )
 
 from hybridflow.batch import Batch
-from hybridflow.config import to_yaml
 from hybridflow.flow.commands import ExportConfig, run_export, run_rl
 from hybridflow.flow.rl_job import RLConfig
 from hybridflow.roles.generator import GeneratorWorker
@@ -289,15 +286,9 @@ def test_a_node_lost_at_work_changes_no_number(
         task, start, tmp_path, *RAY, PLACEMENTS["split"].replace("cpu:2-3", "cpu:4-5"),
         "runtime.recovery={wait_for_node_s: 1.0}",
     )  # fmt: skip
-    (tmp_path / "config.yaml").write_text(to_yaml(config))
-    (tmp_path / "marks").mkdir()
-    command = [sys.executable, str(Path(__file__).parent / "two_nodes.py"), str(tmp_path / "config.yaml"), verb]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(
-        [*command, str(tmp_path / "marks")], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = run_on_two_nodes(config, verb, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "marks" / "removed").exists()
+    assert (tmp_path / "removed").exists()
     run = tmp_path / "quickstart" / "run"
     assert_same_rollouts(split, run)
     assert_same_run(split, run)

@@ -1,8 +1,9 @@
 """A run on a cluster of a head and two nodes, emulated on this machine; one node is taken away while it is at work.
 
-    python two_nodes.py CONFIG.yaml VERB DIRECTORY
+    python two_nodes.py CONFIG.yaml FAULT DIRECTORY
 
-VERB is `rollout` or `update`: in the middle of the second step's call of it, the node that runs it is taken away.
+FAULT is `rollout` or `update`: in the middle of the second step's call of it, the node that runs it is taken away; or `team`: of the call
+of a rollout that rank 3 makes second.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from hybridflow.flow.rl_job import RLConfig
 from hybridflow.roles.actor_worker import ActorWorker
 from hybridflow.roles.generator import GeneratorWorker
 
-# (owner of the verb, calls of it in the first step)
-VERBS = {"rollout": (GeneratorWorker, 4), "update": (ActorWorker, 2)}
+# (owner of the verb, the verb, calls of it before, of which rank)
+FAULTS = {
+    "rollout": (GeneratorWorker, "rollout", 4, None),
+    "update": (ActorWorker, "update", 2, None),
+    "team": (GeneratorWorker, "rollout", 1, 3),
+}
 QUICK = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
 MEMORY = 128 * 2**20
 
 
 def main() -> None:
-    config, verb, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    config, fault, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     cluster = Cluster(
         initialize_head=True,
         head_node_args={
@@ -45,12 +50,14 @@ def main() -> None:
         cluster.remove_node(node, allow_graceful=False)
         (directory / "removed").touch()
 
-    owner, calls = VERBS[verb]
+    owner, verb, calls, rank = FAULTS[fault]
     threading.Thread(target=take_away, daemon=True).start()
-    with FaultyVerb(owner, verb, held_up(directory, calls)):
-        run_rl(check_config(RLConfig, yaml.safe_load(Path(config).read_text())))
-    ray.shutdown()
-    cluster.shutdown()
+    try:
+        with FaultyVerb(owner, verb, held_up(directory, calls, rank)):
+            run_rl(check_config(RLConfig, yaml.safe_load(Path(config).read_text())))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ PLANS: dict[str, tuple[str, str, dict[str, int], int]] = {
     "long passes, own forward": ("gemma2", "whole distribution", {}, 64),
 }
 
-Rows = list[tuple[np.ndarray, np.ndarray]]
+Rows = list[tuple[np.ndarray, ...]]
+"""Of each row tokens, log-probabilities, and where sampling cuts among how many tokens each was drawn."""
 
 
 def build_whole(family: str) -> Any:
@@ -80,20 +81,20 @@ def generate_worker(place: Place, tokenizer: Any, names: list[str]) -> list[tupl
 
 
 def read_rows(samples: Any) -> Rows:
-    return [
-        (np.array(tokens), np.array(logprobs))
-        for tokens, logprobs in zip(samples.arrays("tokens"), samples.arrays("rollout_logprobs"), strict=True)
-    ]
+    names = [name for name in ("tokens", "rollout_logprobs", "kept_counts") if name in samples]
+    return [tuple(map(np.array, row)) for row in zip(*map(samples.arrays, names), strict=True)]
 
 
 def compare(ours: Rows, theirs: Rows, tolerance: float = 1e-3, share: float = 0.9) -> None:
-    """Rounding may move a draw; until one has moved, tokens are equal and log-probabilities close."""
+    """Rounding may move a draw; until one has moved, tokens are equal and log-probabilities close. It may also move a cut's border."""
     equal = 0
-    for (tokens, logprobs), (others, other_logprobs) in zip(ours, theirs, strict=True):
+    for (tokens, logprobs, *counts), (others, other_logprobs, *other_counts) in zip(ours, theirs, strict=True):
         length = min(len(tokens), len(others))
         differing = np.flatnonzero(tokens[:length] != others[:length])
         until = int(differing[0]) if differing.size else length
         assert np.abs(logprobs[:until] - other_logprobs[:until]).max(initial=0.0) < tolerance
+        for own, other in zip(counts, other_counts, strict=True):
+            assert not until or np.mean(own[:until] == other[:until]) > share
         equal += len(tokens) == len(others) and not differing.size
     assert equal >= share * len(ours), f"{equal} of {len(ours)} rows are equal"
 
@@ -106,11 +107,12 @@ def test_two_gpus_generate_what_one_does(tokenizer: Any, tmp_path: Path) -> None
         slow = NativeEngine(build_whole(family), tokenizer, NativeSettings(cuda_graphs=False))
         expected = read_rows(slow.generate(make_prompts(LENGTHS), WAYS[way], step=3))
         assert first[0] and second[0], name
+        assert (len(expected[0]) == 3) == WAYS[way].cuts
         assert first[1] > 0 or name != "little room"
         for ours, theirs in zip(first[2], second[2], strict=True):
             compare(ours, expected)
-            for (tokens, logprobs), (others, other_logprobs) in zip(ours, theirs, strict=True):
-                assert np.array_equal(tokens, others) and np.array_equal(logprobs, other_logprobs), name
+            for row, other in zip(ours, theirs, strict=True):
+                assert all(map(np.array_equal, row, other)), name
 
 
 def follow_worker(place: Place, spec: ActorSpec) -> tuple[list[float], int]:

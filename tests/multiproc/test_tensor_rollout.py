@@ -114,8 +114,8 @@ def generate_worker(place: Place, works: list[Work]) -> list[Found]:
 
 
 def read_columns(samples: Batch) -> dict[str, list[Any]]:
-    names = ("tokens", "rollout_logprobs", "finish_reason", "response", "state", "policy_version_min")
-    return {name: samples.pylist(name) for name in names}
+    names = ("tokens", "rollout_logprobs", "finish_reason", "response", "state", "policy_version_min", "kept_counts")
+    return {name: samples.pylist(name) for name in names if name in samples}
 
 
 def generate_alone(work: Work) -> Batch:
@@ -127,7 +127,8 @@ def generate_alone(work: Work) -> Batch:
 def check(work: Work, found: Found) -> None:
     expected = generate_alone(work)
     columns = read_columns(expected)
-    for name in ("tokens", "finish_reason", "response", "state", "policy_version_min"):
+    assert found.columns.keys() == columns.keys() and ("kept_counts" in columns) == work.sampling.cuts
+    for name in columns.keys() - {"rollout_logprobs"}:
         assert found.columns[name] == columns[name], name
     for ours, theirs in zip(found.columns["rollout_logprobs"], columns["rollout_logprobs"], strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6 if work.dtype == torch.float64 else 1e-4)
@@ -161,6 +162,7 @@ def test_every_way_of_sampling(tmp_path: Path) -> None:
         SamplingParams(max_new_tokens=20, temperature=0.0, samples_per_prompt=1),
         SamplingParams(max_new_tokens=20, temperature=1.3, samples_per_prompt=3, top_k=7),
         SamplingParams(max_new_tokens=20, samples_per_prompt=3, top_p=0.8, stop_strings=("ab", "k")),
+        SamplingParams(max_new_tokens=20, samples_per_prompt=3, min_p=0.3),
         SamplingParams(max_new_tokens=20, samples_per_prompt=3, stop_token_ids=(4, 9), ignore_eos=True),
     ]
     works = [Work(sampling=way) for way in ways]

@@ -608,7 +608,9 @@ def test_a_gang_that_is_no_whole_number_of_teams_cannot_make_their_calls(monkeyp
     turns(runtime)
     world.hold = nothing
     world.lose("B")
-    with pytest.raises(WorkersLostError, match=r"gang.pair .* is made by teams of 2 workers, and 3 are left; start .* multiple of 2"):
+    with pytest.raises(
+        WorkersLostError, match=r"gang.pair .* is made by teams of 2 workers, and 3 are left; start .* multiple of 2"
+    ):
         runtime.get(tuple(made))
 
 

@@ -15,8 +15,7 @@ from hybridflow.runtime.api import HELD_BY_ASKED, RuntimeSettings, WorkersLostEr
 from hybridflow.runtime.deaths import DeathRegister
 from hybridflow.runtime.host import BUILT, Describe, Failure, HostInfo, Report, Run, Start, encode
 from hybridflow.runtime.placement import DEVICE_TYPES, Placement, Slot
-from hybridflow.runtime.records import Arguments, Result
-from hybridflow.runtime.tasks import Attempt, Output, Task, WorkerGroup, WorkerProcess
+from hybridflow.runtime.tasks import Arguments, Attempt, Output, Result, Task, WorkerGroup, WorkerProcess
 from hybridflow.runtime.transport import Transport
 from hybridflow.types import Call, Ref, Span
 

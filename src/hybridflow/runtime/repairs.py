@@ -11,8 +11,7 @@ from hybridflow.config import ConfigError
 from hybridflow.runtime.api import WorkerError, WorkersLostError
 from hybridflow.runtime.dispatcher import Dispatcher
 from hybridflow.runtime.host import Failure
-from hybridflow.runtime.records import Result
-from hybridflow.runtime.tasks import Attempt, StateLostError, Task, WorkerGroup, WorkerProcess
+from hybridflow.runtime.tasks import Attempt, Result, StateLostError, Task, WorkerGroup, WorkerProcess
 from hybridflow.runtime.transport import InputLost
 from hybridflow.types import PeerLostError
 

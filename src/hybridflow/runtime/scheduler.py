@@ -17,9 +17,8 @@ from hybridflow.runtime.dispatch import flatten_refs, restore_refs
 from hybridflow.runtime.dispatcher import Dispatcher, object_of
 from hybridflow.runtime.host import Close, decode, encode
 from hybridflow.runtime.placement import Placement
-from hybridflow.runtime.records import Arguments
 from hybridflow.runtime.repairs import LOOK_S, Repairs
-from hybridflow.runtime.tasks import Output, Task, WorkerGroup
+from hybridflow.runtime.tasks import Arguments, Output, Task, WorkerGroup
 from hybridflow.runtime.transport import Died, InputLost, ObjectLostError, Transport
 from hybridflow.types import Metrics, Recovery, Ref, Span, last, total
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridflow.runtime.api import Seat, Split
+from hybridflow.runtime.dispatch import flatten_refs
 from hybridflow.runtime.host import HostInfo
 from hybridflow.runtime.placement import Slot
-from hybridflow.runtime.records import Arguments, Result
 from hybridflow.types import Call, Ref
 
 
@@ -31,6 +31,30 @@ class Output:
     task: Task
     piece: int | None
     rank: int = 0
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of a call with numbered slots where references were."""
+
+    skeleton: Any
+    refs: tuple[Ref[Any], ...]
+
+    @classmethod
+    def of(cls, args: Sequence[Any]) -> Arguments:
+        """Takes the references out."""
+        skeleton, refs = flatten_refs(tuple(args))
+        return cls(skeleton, tuple(refs))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one worker made: handles of its objects, their digests, and the node that keeps them; or of a change its value."""
+
+    objects: tuple[Any, ...] = ()
+    digests: tuple[Any, ...] = ()
+    node_id: str = ""
+    value: Any = None
 
 
 @dataclass(eq=False)
