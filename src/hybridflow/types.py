@@ -59,8 +59,8 @@ class Shaping:
 
     @property
     def uncut(self) -> Shaping:
-        """The same with every token possible."""
-        return Shaping(self.repetition_penalty)
+        """The same penalty, with every token possible."""
+        return Shaping(repetition_penalty=self.repetition_penalty)
 
 
 UNSHAPED = Shaping()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,5 +161,7 @@ def test_the_kl_of_a_policy_of_one_token_is_what_the_reference_thinks_of_it(
     )
     (greedy,) = learn(*settings, "sampling.top_k=1", *adapter)
     assert greedy["policy/kl_to_reference"] > 0.1 and greedy["policy/logprob_gap_max"] == 0.0
+    (most,) = learn(*settings, "sampling.top_p=0.9", *adapter)
+    assert 0.0 < most["policy/kl_to_reference"] <= -math.log(0.9)
     (whole,) = learn(*settings, *adapter)
     assert abs(whole["policy/kl_to_reference"]) < 1e-5

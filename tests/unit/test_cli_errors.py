@@ -134,6 +134,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             [*EVAL, "evaluation.data.files=[few.jsonl]", "evaluation.data.min_tokens=9", "evaluation.data.max_tokens=8"],
             "evaluation.data.min_tokens: 9 is more than evaluation.data.max_tokens=8, and no row is both; lower it",
         ),
+        (
+            [*EVAL, "evaluation.data.files=[few.jsonl]", "evaluation.data.max_tokens=2"],
+            "evaluation.data: none of the 8 rows of few.jsonl can be used (8 dropped); raise evaluation.data.max_tokens",
+        ),
         ([*SFT, "evaluation.data.files=[few.jsonl]"], "reward.function: evaluation.data is given, and nothing says what"),
         (
             [*RL, "sampling.top_p=0.9", "rollout.engine=vllm"],
@@ -197,9 +201,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (["generate", "model.path=tiny", "prompts=[a]", "output=no/x"], "output: the directory of 'no/x' does not exist; "),
         *(
-            ([*words, f"output={name}"], f"output: '{name}' would be a Parquet file by another name; give one that ends in .parquet")
+            ([*words, f"output={name}"], f"output: '{name}' has no name that ends in .parquet, and samples are written as Parquet alone; ")
             for words in (["generate", "model.path=tiny", "prompts=[a]"], [*EVAL, "evaluation.data.files=[few.jsonl]"])
-            for name in ("o.jsonl", "hollow/o.csv", "o.parquet.gz", "o")
+            for name in ("o.jsonl", "hollow/o.csv", "o.parquet.gz", "o", ".parquet")
         ),
         (["eval", "model.path=tiny", "evaluation.data.files=[few.jsonl]"], "reward.function: nothing is rewarded; give "),
         (["export", "checkpoint=nowhere", "output=o"], "checkpoint: 'nowhere' is no directory; give "),

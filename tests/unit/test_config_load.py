@@ -442,7 +442,7 @@ OWN, ROOTS = Trainer(), Differs().trainer
             {"by_name": {"a": {"optimizer": {"betas": [0.5, 0.5]}}}},
             Differs(by_name={"a": replace(OWN, optimizer=Optimizer(lr=0.5, betas=(0.5, 0.5)))}),
         ),
-        ({"engine": {"kind": "native"}}, Differs()),
+        ({"engine": {"kind": "native"}}, Differs(engine=Native())),
         ({"engine": {"kind": "served", "address": "x"}}, Differs(engine=Served(address="x"))),
     ],
 )

@@ -29,7 +29,8 @@ def compute_kl(logprobs_T: Tensor, reference_logprobs_T: Tensor, estimator: KLEs
     | k3        | exp(-x) - 1 + x | KL(p, p_ref)   | 1 - exp(-x)                 | of KL(p_ref, p)   |
 
     Expectations are over tokens drawn from p itself; no importance weight is applied after p has moved. At x = 0 every
-    value and slope is exactly 0.
+    value and slope is exactly 0. They hold where p can draw whatever p_ref can: where sampling cuts p, k3 is less than KL(p, p_ref) by
+    p_ref's mass outside the cut, and KL(p_ref, p) is infinite.
 
     Source: J. Schulman, "Approximating KL Divergence" (2020); k3 in the loss is GRPO's, arXiv:2402.03300 eq. 4.
     Differs in k1: differentiating x itself gives d log p, whose mean is zero whatever the reference is, so the slope

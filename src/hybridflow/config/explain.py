@@ -185,14 +185,14 @@ def _rule(details: ErrorDetails) -> str:
 
 
 def _remedy(cls: type, path: Path, key: str) -> str:
-    field = schema.field_at(cls, path) if path else None
-    if field is None:
+    if not path or schema.field_at(cls, path) is None:
         return "correct the value"
-    if field.is_required():
+    default = schema.default_at(cls, path)
+    if default is PydanticUndefined:
         return f"set {key}{_about(cls, path)}"
-    if field.default is PydanticUndefined or schema.is_settings(type(field.default)):
+    if schema.is_settings(type(default)):
         return "correct it or leave it out"
-    return f"correct it or leave it at its default, {shown(schema.default_at(cls, path))}"
+    return f"correct it or leave it at its default, {shown(default)}"
 
 
 def _about(cls: type, path: Path) -> str:

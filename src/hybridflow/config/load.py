@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
 
 from hybridflow.config import schema
 from hybridflow.config.errors import ConfigError
@@ -91,24 +90,28 @@ def check_config(cls: type[T], values: Mapping[str, Any]) -> T:
 
 
 def _fill(cls: type, node: Any, path: tuple[str, ...]) -> Any:
-    """Plain values, each section with what its keys leave out: pydantic drops a field's default as soon as one key is given."""
+    """Plain values, each section with what its keys leave out and its field's object has otherwise than its class.
+
+    Pydantic drops a field's default as soon as one key is given.
+    """
     if isinstance(node, list):
         return [_fill(cls, item, (*path, str(index))) for index, item in enumerate(node)]
     if not isinstance(node, dict):
         return node
+    kinds = schema.classes_at(cls, path)
+    if len(kinds) > 1 or (not kinds and schema.field_at(cls, path) is None):
+        return node  # Of several classes pydantic finds the one that is meant; a free mapping leaves nothing out.
     given = {key: _fill(cls, item, (*path, key)) for key, item in node.items()}
     default = schema.default_at(cls, path)
-    if not schema.is_settings(type(default)) or not _is_of_kind(default, given, schema.field_at(cls, path)):
+    if kinds != (type(default),):
         return given
-    names = {schema.spellings(type(default)).get(key) for key in given}
-    left_out = schema.fields(type(default)).keys() - names
-    return given | {name: to_plain(vars(default)[name]) for name in left_out}
-
-
-def _is_of_kind(default: Any, given: Mapping[str, Any], field: FieldInfo | None) -> bool:
-    """Whether a section of several kinds is given as the one that its default is."""
-    kind = None if field is None else field.discriminator
-    return not isinstance(kind, str) or given.get(kind) == vars(default)[kind]
+    names = {schema.spellings(kinds[0]).get(key) for key in given}
+    own = {
+        name: vars(default)[name]
+        for name, field in schema.fields(kinds[0]).items()
+        if name not in names and vars(default)[name] != field.get_default(call_default_factory=True)
+    }
+    return given | to_plain(own)
 
 
 def to_plain(value: Any) -> Any:

@@ -107,7 +107,7 @@ def field_at(cls: type, path: tuple[str, ...]) -> FieldInfo | None:
 
 
 def default_at(cls: type, path: tuple[str, ...]) -> Any:
-    """What the key at a dotted path is when it is left out, also in a section that is given; PydanticUndefined where it must be set.
+    """What the key at a dotted path is where it is left out, whether its section is given or not; PydanticUndefined where it must be set.
 
     A section's field may have an object for a default that differs from the section's class; the outermost such object decides.
     """

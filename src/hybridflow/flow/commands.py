@@ -40,7 +40,7 @@ class GenerateConfig:
     data: DataSettings | None = None
     """Rows whose prompts are continued, after `prompts`."""
     output: str | None = None
-    """Parquet file for the samples, `.parquet`; null prints them alone."""
+    """File for the samples, `NAME.parquet`; null prints them alone."""
     sampling: SamplingParams = Field(default_factory=SamplingParams)
     """How responses are drawn."""
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
@@ -62,7 +62,7 @@ class EvalConfig:
     reward: RewardSettings
     """What a response is worth."""
     output: str | None = None
-    """Parquet file for the scored samples, `.parquet`; null writes none."""
+    """File for the scored samples, `NAME.parquet`; null writes none."""
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     """Who generates."""
     numerics: Numerics = "fast"
@@ -206,7 +206,7 @@ def _check_output(output: str | None) -> None:
             )
         if Path(output).suffix.lower() != ".parquet":
             raise ConfigError(
-                f"output: '{output}' would be a Parquet file by another name; give one that ends in .parquet"
+                f"output: '{output}' has no name that ends in .parquet, and samples are written as Parquet alone; give one that has"
             )
         _try_file(Path(output).absolute().parent, Path(output).name)
 

@@ -20,7 +20,7 @@ from hybridflow.runtime.api import Runtime
 from hybridflow.types import BatchRef, Metrics, SamplingParams, mean, total
 
 _DATA_KEY = re.compile(
-    rf"(?<![\w./'])data(?=\.({'|'.join(field.name for field in dataclasses.fields(DataSettings))})\b)"
+    rf"^data(?=: )|(?<![\w./'])data(?=\.({'|'.join(field.name for field in dataclasses.fields(DataSettings))})\b)"
 )
 
 
@@ -54,7 +54,8 @@ def read_held_out(
 ) -> Batch | None:
     """The held-out prompts, or None where the settings name no data.
 
-    Raises ConfigError if they cannot be read, if no reward can score them, or if a goal is set that no evaluation can reach.
+    Raises ConfigError, or DataError for a row, if they cannot be read; ConfigError if no reward can score them, or if a goal is set that
+    no evaluation can reach.
     """
     if settings.data is None:
         if isinstance(settings, EvaluationSettings) and settings.stop_at is not None:
@@ -69,6 +70,7 @@ def read_held_out(
         )
     try:
         prompts = read_prompts(settings.data, tokenizer, max_rows=settings.max_prompts)
+        chat_stop_ids(tokenizer, settings.data)  # What the evaluation will ask for, refused here.
     except (ConfigError, DataError) as error:
         # The data room calls its own section `data`; here it stands in another one.
         raise type(error)(_DATA_KEY.sub("evaluation.data", str(error))) from error.__cause__

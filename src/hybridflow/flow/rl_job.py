@@ -60,7 +60,7 @@ class RLConfig:
     """`exact` makes each row's numbers independent of all around it; `fast` states tolerances."""
     sampling: SamplingParams = Field(default_factory=lambda: SamplingParams(samples_per_prompt=8))
     """How training samples are drawn. The loss uses the same temperature, repetition penalty, `min_p`, `top_k` and `top_p`; the last three
-    need the native engine."""
+    need the native engine. From Python a `SamplingParams` is taken whole: give it samples_per_prompt too."""
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     """Who generates."""
     reward: RewardSettings = Field(default_factory=RewardSettings)

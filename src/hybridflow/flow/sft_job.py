@@ -59,7 +59,8 @@ class SFTConfig:
     reward: RewardSettings | None = None
     """What evaluations measure; needed with `evaluation.data`."""
     train: TrainSettings = Field(default_factory=lambda: TrainSettings(optimizer=OptimizerSettings(lr=1e-5)))
-    """Optimizer and micro-batches."""
+    """Optimizer and micro-batches; a learning rate of 1e-5 by default. From Python a `TrainSettings` is taken whole: give it a learning
+    rate too."""
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
     """Held-out evaluation by generation."""
     checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)

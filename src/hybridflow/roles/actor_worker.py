@@ -101,7 +101,7 @@ class ActorWorker(GeneratorWorker):
     def reference_log_prob(
         self, batch: Batch | None, sizes: tuple[int, ...], temperature: float, shaping: Shaping = UNSHAPED
     ) -> Pieces[Batch]:
-        """Column `ref_logprobs`: the same of the model without its adapter: the policy as a new adapter found it."""
+        """Column `ref_logprobs`, as `log_prob`, of the model without its adapter: the policy as a new adapter found it."""
         with adapter_disabled(self.policy.model):
             logprobs = self.train_engine.log_prob(batch, temperature, shaping)
         return cut_columns(Batch.from_columns(ref_logprobs=logprobs), sizes)

@@ -30,7 +30,7 @@ class ReferenceWorker:
 
 
 class Reference:
-    """Verbs of the reference policy on the page. sampling: of what it scores, which has its temperature and penalty, and is not cut."""
+    """Verbs of the reference policy on the page. sampling: how rows were drawn, of which it takes temperature and penalty and no cut."""
 
     def __init__(self, runtime: Runtime, spec: ModelSpec, sampling: SamplingParams, *, micro_batch_tokens: int) -> None:
         self._runtime = runtime
