@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_runs import assert_same_run, metrics_of, rl_config, sft_config, weights_of
 
 from hybridflow.batch import Batch
@@ -192,6 +193,33 @@ def test_the_weights_really_moved(task: dict[str, str], start: str, tmp_path: Pa
     run = run_rl(rl_config(task, tmp_path, start, "steps=2"))["run"]
     moved = [name for name, weight in weights_of(run).items() if not torch.equal(weight, weights_of(start)[name])]
     assert len(moved) == len(weights_of(start))
+
+
+def test_a_run_does_not_go_on_to_another_reference(task: dict[str, str], start: str, tmp_path: Path) -> None:
+    """The reference is the model at the start, whose directory another run may have written anew."""
+    first = tmp_path / "first"
+    shutil.copytree(start, first)
+    run = run_rl(rl_config(task, tmp_path, str(first), "steps=1"))["run"]
+    weights = first / "model" / "model.safetensors"
+    kept = weights.read_bytes()
+    save_file({name: 1.01 * weight for name, weight in load_file(weights).items()}, weights, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"model.path: '.*first' does not hold the weights that the reference had"):
+        run_rl(rl_config(task, tmp_path, str(first), "steps=2"))
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(first, elsewhere)
+    (elsewhere / "model" / "model.safetensors").write_bytes(kept)
+    run_rl(rl_config(task, tmp_path, str(first), "steps=2", f"reference.path={elsewhere}"))
+    whole = run_rl(rl_config(task, tmp_path / "whole", start, "steps=2"))["run"]
+    assert_same_run(whole, run)
+
+
+def test_evaluations_are_drawn_by_the_runs_seed(task: dict[str, str], start: str, tmp_path: Path) -> None:
+    sampled = ("steps=1", "evaluation.sampling={temperature: 2.0, max_new_tokens: 9}")
+    runs = [
+        run_rl(rl_config(task, tmp_path / str(i), start, *sampled, f"seed={seed}")) for i, seed in enumerate((1, 1, 2))
+    ]
+    drawn = [metrics_of(run["run"])[0]["eval/response_length_mean"] for run in runs]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_fast_mode_resumes_within_tolerance(task: dict[str, str], start: str, tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         shutil.copytree(root / "tiny", root / name)
         (root / name / file).unlink() if content is None else (root / name / file).write_bytes(content)
+    shutil.copytree(root / "tiny", root / "another")
+    build_character_tokenizer("+=0123456789").save_pretrained(root / "another")
     (root / "hollow").mkdir()
     (root / "file").write_text("x")
     (root / "run").mkdir()
@@ -54,6 +56,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "few.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": "1"}) + "\n" for i in range(8)))
     (root / "empty.jsonl").write_text("")
     (root / "taken.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
+    (root / "advantages.py").write_text("def raw(rewards, group_ids, ok): return rewards\n")
     (root / "rewards.py").write_text("X = 3\ndef good(response): return 1.0\ndef asks(response, gold): return 1.0\n")
     (root / "torn.py").write_text("def good(:\n")
     return root
@@ -139,6 +142,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "evaluation.data: none of the 8 rows of few.jsonl can be used (8 dropped); raise evaluation.data.max_tokens",
         ),
         ([*SFT, "evaluation.data.files=[few.jsonl]"], "reward.function: evaluation.data is given, and nothing says what"),
+        (
+            [*EVAL, "evaluation.data.files=[few.jsonl]", "evaluation.data.epochs=3"],
+            "evaluation.data.epochs: 3 would not be read, since prompts are taken once here; leave it out (null)",
+        ),
+        (
+            [*RL, "algorithm.kl_coefficient=0.1", "reference.path=another"],
+            "reference: 12 of the policy's 16 tokens, such as '0', are others or none in the reference's tokenizer, and a KL",
+        ),
+        (
+            [*RL, "algorithm.kl_coefficient=0.1", "reference={path: tiny, tokenizer: another}"],
+            "reference: 12 of the policy's 16 tokens, such as '0', are others or none in the reference's tokenizer, and a KL",
+        ),
+        (
+            [*RL, "sampling.samples_per_prompt=1", "algorithm.advantage_function=advantages.py:raw"],
+            "algorithm.drop_constant_groups: true leaves out groups of equal rewards, as all are with sampling.samples_per_prompt=1, and",
+        ),
         (
             [*RL, "sampling.top_p=0.9", "rollout.engine=vllm"],
             "rollout.engine: 'vllm' does not tell among how many tokens each was drawn, which training on samples cut by min_p, top_k",
@@ -285,6 +304,8 @@ def test_a_model_without_a_tokenizer(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
+    assert main([*RL, "algorithm.kl_coefficient=0.1", "reference.path=speechless"]) == 1
+    assert "error: reference.tokenizer: no tokenizer can be read from 'speechless'" in capsys.readouterr().err
     assert main([*RL, "model.path=speechless"]) == 1
     assert capsys.readouterr().err == (
         "error: model.tokenizer: no tokenizer can be read from 'speechless' (it holds no tokenizer.json); give a directory with a "

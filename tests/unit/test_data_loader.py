@@ -323,7 +323,7 @@ def test_one_pass_in_order_gives_every_row_once(numbers: str, size: int) -> None
 
 
 def test_prompts_are_read_all_or_the_first_ones_after_texts(numbers: str) -> None:
-    settings = DataSettings(files=(numbers,), rename={"response": "gold"}, epochs=3)
+    settings = DataSettings(files=(numbers,), rename={"response": "gold"})
     assert read_prompts(settings, TOKENIZER).pylist("prompt_id") == list(range(7))
     batch = read_prompts(settings, TOKENIZER, texts=["2+2="], max_rows=2)
     assert batch.pylist("prompt") == ["2+2=", "p0", "p1"] and batch.pylist("group_id") == [0, 1, 2]

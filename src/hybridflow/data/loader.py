@@ -150,6 +150,10 @@ def read_prompts(
     given = _encode_given(texts, tokenizer)
     if settings is None:
         return given
+    if settings.epochs is not None:
+        raise ConfigError(
+            f"data.epochs: {settings.epochs} would not be read, since prompts are taken once here; leave it out (null)"
+        )
     pool = PromptPool(replace(settings, shuffle=False, epochs=1), tokenizer)
     rows = pool.take(max_rows or pool.num_rows)
     if told := pool.tell_counts():

@@ -38,7 +38,7 @@ class GenerateConfig:
     prompts: tuple[str, ...] = ()
     """Texts to continue."""
     data: DataSettings | None = None
-    """Rows whose prompts are continued, after `prompts`."""
+    """Rows whose prompts are continued, after `prompts`, each once and in the order of the files (`shuffle` says nothing here)."""
     output: str | None = None
     """File for the samples, `NAME.parquet`; null prints them alone."""
     sampling: SamplingParams = Field(default_factory=SamplingParams)

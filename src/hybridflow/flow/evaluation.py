@@ -29,7 +29,7 @@ class HeldOutSettings:
     """What a policy is evaluated on, and how it answers."""
 
     data: DataSettings | None = None
-    """Held-out rows with prompts; null evaluates nothing."""
+    """Held-out rows with prompts, each once and in the order of the files (`shuffle` says nothing here); null evaluates nothing."""
     max_prompts: int = Field(default=0, ge=0)
     """Takes the first this many rows; 0 takes all."""
     sampling: SamplingParams = Field(default_factory=lambda: SamplingParams(temperature=0.0))
@@ -86,7 +86,7 @@ class EvaluationError(HybridflowError, RuntimeError):
 
 
 class Evaluator:
-    """Generates for all held-out prompts and averages their rewards."""
+    """Generates for all held-out prompts and averages their rewards. seed: the run's own."""
 
     def __init__(
         self,
@@ -96,8 +96,9 @@ class Evaluator:
         policy: Generator,
         reward: RewardModel,
         runtime: Runtime,
+        seed: int = 0,
     ) -> None:
-        self._sampling = settings.sampling.also_stopping_on(chat_stop_ids(tokenizer, settings.data))
+        self._sampling = settings.sampling.keyed_by(seed).also_stopping_on(chat_stop_ids(tokenizer, settings.data))
         self._prompts = prompts
         self._policy, self._reward, self._runtime = policy, reward, runtime
 

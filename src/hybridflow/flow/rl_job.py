@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from hybridflow.algorithms import PolicyGradient, PolicyGradientSettings
+from hybridflow.checkpoint import Checkpoint
 from hybridflow.config import ConfigError, Field, settings, to_yaml
 from hybridflow.data import DataSettings, PromptPool, chat_stop_ids, list_filter_sources
 from hybridflow.flow.evaluation import EvaluationSettings, Evaluator, read_held_out
@@ -30,7 +33,7 @@ from hybridflow.rewards import RewardSettings, check_reward, list_reward_sources
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.actor_worker import ActorSpec
 from hybridflow.roles.engines import RolloutSettings
-from hybridflow.roles.policy import ModelSettings, ModelSpec, read_tokenizer
+from hybridflow.roles.policy import ModelSettings, ModelSpec, identify_weights, read_tokenizer
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.runtime.api import Runtime, RuntimeSettings
@@ -83,13 +86,14 @@ class RLConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RLInputs(RunInputs):
-    """What a run of reinforcement learning needs beside."""
+    """What a run of reinforcement learning needs beside. reference: which weights the reference reads, by `identify_weights`."""
 
     prompts: PromptPool
     algorithm: PolicyGradient
     sampling: SamplingParams
     reward_columns: frozenset[str]
     expected: RowMemory
+    reference: str | None
 
 
 def read_rl_inputs(
@@ -131,6 +135,7 @@ def read_rl_inputs(
         reward_function=reward_function,
         reward_columns=reward_columns,
         expected=estimate_row_memory(config.train, config.numerics, config.sampling, config.data.max_tokens),
+        reference=_check_reference(config, tokenizer, resume_from),
         sources=_list_sources(config, reward_function, advantage_function),
     )
 
@@ -143,6 +148,29 @@ def _list_sources(
     own = {} if advantages is None else {"advantages": source_hash(advantages)}
     filters = list_filter_sources(config.data) | list_filter_sources(config.evaluation.data, "evaluation.data")
     return list_reward_sources(config.reward, reward_function) | filters | own
+
+
+def _check_reference(config: RLConfig, tokenizer: PreTrainedTokenizerBase, resumed: Checkpoint | None) -> str | None:
+    """Which weights the reference reads; None where it reads none. Raises ConfigError where its tokens are not the policy's, or where its
+    weights are not those that the run began with."""
+    if not config.algorithm.reads_reference or _adapter_gives_reference(config):
+        return None
+    if config.reference is not None:
+        own, theirs = tokenizer.get_vocab(), read_tokenizer(config.reference, "reference").get_vocab()
+        other = [token for token in sorted(own, key=own.__getitem__) if theirs.get(token) != own[token]]
+        if other:
+            raise ConfigError(
+                f"reference: {len(other)} of the policy's {len(own)} tokens, such as {other[0]!r}, are others or none in the reference's "
+                "tokenizer, and a KL between the two says nothing; give a reference with the tokenizer of model"
+            )
+    found, saved = identify_weights(config.reference or config.model), resumed and resumed.state.get("reference")
+    if resumed is not None and saved is not None and found != saved:
+        key, path = ("reference", config.reference.path) if config.reference else ("model", config.model.path)
+        raise ConfigError(
+            f"{key}.path: '{path}' does not hold the weights that the reference had before '{resumed.path}'; put them back, or name "
+            "where they are as reference.path"
+        )
+    return found
 
 
 def _check_settings(config: RLConfig, *, has_advantages: bool) -> None:
@@ -167,6 +195,11 @@ def _check_settings(config: RLConfig, *, has_advantages: bool) -> None:
         raise ConfigError(
             "sampling.samples_per_prompt: 1 leaves a group without siblings to compare with, and nothing is learned; "
             "set it to 2 or more, e.g. 8, or compare over the batch (algorithm=reinforce_plus_plus)"
+        )
+    if config.sampling.samples_per_prompt == 1 and config.algorithm.drop_constant_groups:
+        raise ConfigError(
+            "algorithm.drop_constant_groups: true leaves out groups of equal rewards, as all are with sampling.samples_per_prompt=1, "
+            "and nothing is learned; set it to false"
         )
     if config.updates_per_step > config.prompts_per_step:
         raise ConfigError(
@@ -198,6 +231,7 @@ class RLJob(Job):
 
     def __init__(self, config: RLConfig, inputs: RLInputs, runtime: Runtime) -> None:
         self.config, self.prompts, self.algorithm = config, inputs.prompts, inputs.algorithm
+        self._reference = inputs.reference
         model = model_spec(config.model, config.runtime, config.numerics, config.seed)
         train = train_over(config.train, config.steps * config.updates_per_step)
         actor = Actor(
@@ -229,7 +263,7 @@ class RLJob(Job):
             actor=actor,
             evaluator=None
             if inputs.held_out is None
-            else Evaluator(config.evaluation, inputs.held_out, inputs.tokenizer, actor, reward, runtime),
+            else Evaluator(config.evaluation, inputs.held_out, inputs.tokenizer, actor, reward, runtime, config.seed),
             data=inputs.prompts,
             shown=SHOWN,
             engine=inputs.engine,
@@ -250,6 +284,9 @@ class RLJob(Job):
                 self.runtime.get(self._reward.write(scored, path.absolute()))
         self._kept.write(step, batch | scores["reward"])
         self.close_step(step, metrics)
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return super()._state(step) | {"reference": self._reference}
 
     def _build_scorers(
         self, actor: Actor, reward: RewardModel, runtime: Runtime, model: ModelSpec

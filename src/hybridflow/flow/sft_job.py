@@ -130,7 +130,9 @@ class SFTJob(Job):
         evaluator, self._kept = None, None
         if inputs.held_out is not None:
             reward = RewardModel(runtime, config.reward or RewardSettings(), inputs.reward_function)
-            evaluator = Evaluator(config.evaluation, inputs.held_out, inputs.tokenizer, actor, reward, runtime)
+            evaluator = Evaluator(
+                config.evaluation, inputs.held_out, inputs.tokenizer, actor, reward, runtime, config.seed
+            )
             self._kept = KeptSamples(
                 inputs.run,
                 runtime,

@@ -180,15 +180,15 @@ def _cast_parameters(module: PreTrainedModel, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face directory; no remote code."""
+def load_tokenizer(path: str | os.PathLike[str], key: str = "model") -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face directory; no remote code. key: of the model's section, for errors."""
     if not Path(path).is_dir():
         raise UnsupportedModelError(f"tokenizer directory '{path}' does not exist")
     try:
         return AutoTokenizer.from_pretrained(path, use_fast=True, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UnsupportedModelError(
-            f"model.tokenizer: no tokenizer can be read from '{path}' ({_why_no_tokenizer(Path(path), error)}); give a directory with a "
+            f"{key}.tokenizer: no tokenizer can be read from '{path}' ({_why_no_tokenizer(Path(path), error)}); give a directory with a "
             "tokenizer.json"
         ) from None
 

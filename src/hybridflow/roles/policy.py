@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ from hybridflow.runtime.api import Seat
 from hybridflow.runtime.placement import DEVICE_TYPES, Kind
 from hybridflow.types import Numerics
 
+_PARTS, _PART_BYTES = 64, 65536
+"""What is read of a file to tell it from others."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -161,9 +164,29 @@ def model_directory(path: str, key: str = "model") -> Path:
     )
 
 
-def read_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
+def read_tokenizer(settings: ModelSettings, key: str = "model") -> PreTrainedTokenizerBase:
     """The tokenizer that goes with a model, without the model."""
-    return load_tokenizer(settings.tokenizer or model_directory(settings.path or ""))
+    return load_tokenizer(settings.tokenizer or model_directory(settings.path or "", key), key)
+
+
+def identify_weights(settings: ModelSettings) -> str | None:
+    """Tells a model's files of weights, an adapter's included, from others of the same shapes; None of a new model, which its seed makes.
+
+    Reads parts of each file all over it: training leaves few of them as they were.
+    """
+    if settings.path is None:
+        return None
+    digest = hashlib.sha256()
+    directories = [model_directory(settings.path), *([Path(settings.adapter)] if settings.adapter else [])]
+    for directory in directories:
+        for path in sorted(directory.glob("*.safetensors")):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                for part in range(_PARTS):
+                    file.seek(size * part // _PARTS)
+                    digest.update(file.read(_PART_BYTES))
+    return digest.hexdigest()
 
 
 def read_config(settings: ModelSettings) -> PretrainedConfig:
