@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_runs import assert_same_run, metrics_of, rl_config, sft_config, weights_of
+from tiny_runs import assert_same_run, metrics_of, read_lines, rl_config, sft_config, weights_of
 
 from hybridflow.batch import Batch
 from hybridflow.config import ConfigError, to_yaml
@@ -220,6 +223,37 @@ def test_evaluations_are_drawn_by_the_runs_seed(task: dict[str, str], start: str
     ]
     drawn = [metrics_of(run["run"])[0]["eval/response_length_mean"] for run in runs]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_what_a_stopped_run_leaves_and_what_another_start_changes_are_told(
+    task: dict[str, str], start: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told = ("run.progress=true", "reward={function: null, inline: true}")
+    calls = itertools.count()
+
+    def stop_in_step_3(response: str) -> float:
+        if next(calls) == 2 * 24 + 3 * 8:
+            raise KeyboardInterrupt
+        return float(len(response))
+
+    def run(*words: str, reward: Callable[..., float] = lambda response: float(len(response))) -> str:
+        """What it said."""
+        with contextlib.suppress(KeyboardInterrupt):
+            run_rl(rl_config(task, tmp_path, start, *told, *words), reward_function=reward)
+        return " ".join(capfd.readouterr().err.split())
+
+    assert "stopped after step 2, and none was saved: the same command begins anew (checkpoint.every_steps=50)" in run(
+        "steps=4", reward=stop_in_step_3
+    )
+    calls = itertools.count()
+    said = run("steps=4", "checkpoint.every_steps=1", reward=stop_in_step_3)
+    assert "no checkpoint is there; beginning anew at step 1" in said
+    assert "stopped after step 2; the same command goes on after step 2, the newest that was saved" in said
+    said = run("steps=4", "checkpoint.every_steps=1", "sampling.temperature=0.5")
+    assert "other settings since step 2: sampling.temperature 1.0 -> 0.5" in said
+    (path,) = tmp_path.rglob("history.jsonl")
+    assert [line["changed"] for line in read_lines(path) if "changed" in line] == [{"sampling.temperature": [1.0, 0.5]}]
+    assert "other settings" not in run("steps=5", "sampling.temperature=0.5")
 
 
 def test_fast_mode_resumes_within_tolerance(task: dict[str, str], start: str, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from hybridflow.cli import eval as eval_command
 from hybridflow.cli.command import Command, Parser, build_parser, run
 
 _MODULES = (sft, rl, generate, eval_command, export, report, plan, quickstart, doctor)
-_RUNS = ("sft", "rl")
 COMMANDS: dict[str, Command] = {module.COMMAND.name: module.COMMAND for module in _MODULES}
 
 
@@ -31,8 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(COMMANDS[words[0]], words[1:])
     except KeyboardInterrupt:
-        hint = "; started again, a run with a name (run.name) goes on from its newest checkpoint, if it has one"
-        print(f"interrupted{hint if words[0] in _RUNS else ''}", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader has left; without this, Python complains once more when it flushes at exit.

@@ -36,7 +36,7 @@ from hybridflow.types import BatchRef, Metrics, MetricsRef, Numerics, Ref, Span,
 class CheckpointSettings:
     """When state is saved, how much is kept, and whether a run goes on."""
 
-    every_steps: int = Field(default=0, ge=0)
+    every_steps: int = Field(default=50, ge=0)
     """Steps between checkpoints; one more follows the last step. 0 saves after the last step alone."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept."""
@@ -117,6 +117,7 @@ class Job:
         self._safe: list[_SafePoint] = []
         self._told_skipped = False
         self._done_steps = 0
+        self._saved_step = 0
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do, from 1. Ends early when an evaluation reaches its goal or the data ends."""
@@ -130,11 +131,17 @@ class Job:
             self._progress.tell(self._starting)
         done_steps = self._resume()
         self._done_steps = done_steps
-        self.run.open(self._config_yaml, resume_step=done_steps, sources=self._sources, engine=self._engine)
+        begun = self.run.has_begun
+        changed = self.run.open(self._config_yaml, resume_step=done_steps, sources=self._sources, engine=self._engine)
+        if begun and not done_steps:
+            self._progress.tell(f"{self.run.path}: no checkpoint is there; beginning anew at step 1")
         if done_steps:
             left = self.num_steps - done_steps
             todo = "nothing is left to do" if left <= 0 or self._ended() else _describe_left(left)
             self._progress.tell(f"{self.run.path}: going on after step {done_steps}; {todo}")
+            if changed:
+                told = ", ".join(f"{key} {shown(old)} -> {shown(new)}" for key, (old, new) in changed.items())
+                self._progress.tell(f"{self.run.path}: other settings since step {done_steps}: {told}")
         with self._progress:
             self._step_started_s, self._is_first = time.perf_counter(), True
             for step in range(done_steps + 1, self.num_steps + 1):
@@ -174,6 +181,7 @@ class Job:
             entries = self.runtime.get(self.actor.save(writer))
             writer.commit(entries, self._state(step))
         prune(self.run.checkpoints, keep=self._checkpoint.keep)
+        self._saved_step = step
 
     def rescue(self) -> int | None:
         """After workers were lost for good: a checkpoint of the last finished step, from the snapshot that outlived them.
@@ -214,6 +222,8 @@ class Job:
         """Writes down what ended the run, None where it did what it was to do, and its report. Nothing where it never began to write."""
         if not self.run.is_open:
             return
+        if isinstance(error, KeyboardInterrupt):
+            self._progress.tell(self._describe_stop())
         told = (
             None
             if error is None
@@ -225,6 +235,18 @@ class Job:
                 write_report(self.run.path)
         except Exception as problem:  # noqa: BLE001 (a run does not fail by its report, nor hide what it failed by)
             self._progress.tell(f"{self.run.path}: no report was written ({type(problem).__name__}: {problem})")
+
+    def _describe_stop(self) -> str:
+        """What a run that is interrupted leaves."""
+        saved, every = self._saved_step, self._checkpoint.every_steps
+        told = f"{self.run.path}: stopped after step {self._done_steps}"
+        if self.run.settings.name is None:
+            return f"{told}; a run without a name (run.name) is not gone on with" + (
+                f", but checkpoint.resume_path can name its checkpoint of step {saved}" if saved else ""
+            )
+        if saved:
+            return f"{told}; the same command goes on after step {saved}, the newest that was saved"
+        return f"{told}, and none was saved: the same command begins anew (checkpoint.every_steps={every})"
 
     def close(self) -> None:
         """Ends what the run holds open; the workers end with the runtime."""
@@ -278,6 +300,7 @@ class Job:
         self.runtime.get(self.actor.load(checkpoint.path))
         self._data.load_state(checkpoint.state["data"])
         self._last_evaluation = checkpoint.state["last_evaluation"]
+        self._saved_step = checkpoint.step
         return checkpoint.step
 
 

@@ -6,7 +6,7 @@ runs/<project>/<name>/
     metrics.jsonl      one line a step; `time/`, `memory/`, `speed/`, `controller/` and `recovery/` differ, all else repeats
     phases.jsonl       one line a phase of each step, from the workers' spans
     recovery.jsonl     one line a worker that died: who, doing what, and when its work was done again
-    history.jsonl      one line a start of the run and one an end: when, at which step, what ended it
+    history.jsonl      one line a start of the run and one an end: when, at which step, which settings changed there, what ended it
     samples/           what the report shows of some steps' samples, see samples.py
     report.html        all of this as a page, see report/
     rollouts/          one Parquet file a step
@@ -33,6 +33,8 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from hybridflow.config import ConfigError, Field, settings
 from hybridflow.observability.phases import phase_times
@@ -92,24 +94,38 @@ class RunDirectory:
         """Where samples are kept for the report."""
         return self.path / "samples"
 
-    def open(self, config_yaml: str, *, resume_step: int, sources: Mapping[str, str], engine: str | None) -> None:
+    @property
+    def has_begun(self) -> bool:
+        """Whether steps were written down here."""
+        path = self.path / "metrics.jsonl"
+        return path.is_file() and path.stat().st_size > 0
+
+    def open(
+        self, config_yaml: str, *, resume_step: int, sources: Mapping[str, str], engine: str | None
+    ) -> dict[str, tuple[Any, Any]]:
         """Creates the directory, or goes on in one: lines of steps after `resume_step` are cut off, they come again.
+
+        returns: settings that may change numbers and are others than before `resume_step`, with the old and the new value.
 
         sources: what identifies the user's own code, `{"reward": "sha256 of its source"}`.
         engine:  which one generates, and why; None where nothing is generated.
         """
-        (self.path / "config.yaml").write_text(config_yaml)
+        config = self.path / "config.yaml"
+        changed = _compare(config.read_text(), config_yaml) if resume_step and config.is_file() else {}
+        config.write_text(config_yaml)
         environment = {**describe_environment(), "rollout_engine": engine, "sources": dict(sources)}
         (self.path / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
         for name in ("metrics.jsonl", "phases.jsonl"):
             _cut_after(self.path / name, resume_step)
         remove_after(self.samples, resume_step)
-        self._append("history.jsonl", {"event": "start", "at_s": time.time(), "step": resume_step})
+        start = {"event": "start", "at_s": time.time(), "step": resume_step}
+        self._append("history.jsonl", start | ({"changed": changed} if changed else {}))
         self.is_open = True
         if self.settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # imports slowly, and only here
 
             self._writer = SummaryWriter(str(self.path / "tensorboard"), purge_step=resume_step + 1)
+        return changed
 
     def _list_checkpoints(self) -> list[str]:
         return sorted(path.name for path in self.checkpoints.glob("step_*"))
@@ -210,6 +226,24 @@ def claim_name(root: Path, stamp: str, ending: str = "") -> str:
             (root / f"{name}{ending}").mkdir()
             break
     return name
+
+
+def _compare(before_yaml: str, after_yaml: str) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ, by dotted key, but for those that change no number: how far to go, what to keep, and where."""
+    before, after = (dict(_iter_leaves(yaml.safe_load(text))) for text in (before_yaml, after_yaml))
+    return {
+        key: (before.get(key), after.get(key))
+        for key in dict.fromkeys((*before, *after))
+        if before.get(key) != after.get(key) and key.split(".")[0] not in ("steps", "run", "checkpoint", "runtime")
+    }
+
+
+def _iter_leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    if not isinstance(node, dict):
+        yield ".".join(path), node
+        return
+    for key, item in node.items():
+        yield from _iter_leaves(item, (*path, str(key)))
 
 
 def _cut_after(path: Path, step: int) -> None:
