@@ -74,7 +74,7 @@ def choose_engine(
     """
     if wanted == "auto" and url is None:
         if cuts:
-            return Choice("native", "which tells the trainer among how many tokens each was drawn")
+            return Choice("native", "since it tells the trainer what min_p, top_k and top_p left to draw from")
         return _choose(installed, on_gpu, parameters, numerics, measured)
     if wanted == "native" and url is None:
         return Choice("native", "as rollout.engine says")
