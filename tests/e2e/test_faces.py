@@ -284,6 +284,10 @@ def test_a_run_whose_rows_all_fail_stops_and_says_why(place: Path) -> None:
     done = rl(place, "run.name=long", "steps=20", "data.files=[long.jsonl]", "prompts_per_step=1")
     assert done.returncode == 1
     assert "every row has failed in 6 steps in a row" in done.stderr
+    done = rl(place, "run.name=short", "steps=2", "data.files=[long.jsonl]", "prompts_per_step=1")
+    assert done.returncode == 1
+    assert "every row has failed in each of 2 steps, and nothing was trained" in done.stderr
+    assert not (place / "runs" / "default" / "short" / "model").exists()
     (place / "bad.py").write_text("def reward(response: str) -> float:\n    raise ValueError('no verifier')\n")
     scored = hybridflow(
         "eval", "model.path=runs/default/first", "evaluation.data.files=[test.jsonl]", "reward.function=bad.py:reward", cwd=place

@@ -23,6 +23,7 @@ from hybridflow.observability.run import RunDirectory, RunSettings
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.carried import Snapshot, write_snapshot
 from hybridflow.roles.engines import RolloutSettings, check_lora_sync, resolve_rollout
+from hybridflow.roles.failures import AllRowsFailedError
 from hybridflow.roles.policy import ModelSettings, ModelSpec, check_model, resolve_numbers
 from hybridflow.roles.trainers import check_training
 from hybridflow.runtime.api import Runtime, RuntimeSettings
@@ -118,6 +119,7 @@ class Job:
         self._told_skipped = False
         self._done_steps = 0
         self._saved_step = 0
+        self._all_failed = True
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do, from 1. Ends early when an evaluation reaches its goal or the data ends."""
@@ -149,6 +151,11 @@ class Job:
                     break
                 set_step(step)
                 yield step
+        if self._all_failed and self._done_steps > done_steps:
+            raise AllRowsFailedError(
+                f"every row has failed in each of {self._done_steps - done_steps} steps, and nothing was trained; the column "
+                f"'rollout_error' or 'reward_error' in {self.run.path / 'rollouts'} says why"
+            )
         with phase("export"):
             self.runtime.get(self.actor.export(self.run.model))
         self.run.log_phases(self.runtime.spans())
@@ -172,6 +179,8 @@ class Job:
         self._note_safe_point(step)
         if is_last or self._ended() or _due(step, self._checkpoint.every_steps):
             self.save(step)
+        rows = {name: metric.value for name, metric in values.items() if name.startswith("rows/")}
+        self._all_failed &= 0 < rows.get("rows/failed", 0) == sum(rows.values())
         self._tell_skipped(step, values)
         self._progress.update(step, values)
 
