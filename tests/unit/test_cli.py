@@ -1,7 +1,9 @@
 """The command line: help, arguments, exit codes, and what is printed where."""
 
 import functools
+import itertools
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import yaml
 from hybridflow import __version__
 from hybridflow.cli.command import Command, print_json
 from hybridflow.cli.main import COMMANDS, main
-from hybridflow.config import ConfigError, Field, settings
+from hybridflow.config import ConfigError, Field, load_config, settings, to_yaml
 
 NAMES = ("sft", "rl", "generate", "eval", "export", "report", "plan", "quickstart", "doctor")
 
@@ -90,7 +92,7 @@ def test_print_config_runs_nothing(toy: Callable[..., int], capsys: pytest.Captu
         raise AssertionError("ran")
 
     assert toy(refuse, "--print-config", "+name=b") == 0
-    assert capsys.readouterr().out == "steps: 5\nname: b\n"
+    assert capsys.readouterr().out == "# A toy.\n# Steps.\nsteps: 5\n# Name.\nname: b\n"
 
 
 def test_a_wrong_setting_is_one_line_and_exit_code_2(
@@ -202,6 +204,22 @@ def test_every_command_starts_from_its_shipped_configuration(
     assert capsys.readouterr().out == printed
 
 
+@pytest.mark.parametrize("name", ["rl", "sft", "eval", "generate", "quickstart", "export"])
+def test_every_printed_key_has_what_it_means_above_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, *REQUIRED[name], "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    config = load_config(COMMANDS[name].load()[0], config_name=name, overrides=REQUIRED[name])
+    assert yaml.safe_load(printed) == yaml.safe_load(to_yaml(config))
+    keys = [pair for pair in itertools.pairwise(printed.splitlines()) if re.match(r" *\w+:", pair[1])]
+    assert len(keys) == len(re.findall(r"^ *\w+:", to_yaml(config), re.MULTILINE))
+    indents = [(re.match(" *# ", above), re.match(" *", key)) for above, key in keys]
+    assert all(above and key and above[0] == f"{key[0]}# " for above, key in indents)
+    assert max(map(len, printed.splitlines())) <= 120
+    if name == "rl":  # A key of the section's own class, and one of the class that it extends.
+        assert "  # Steps between evaluations; 0 evaluates after the last step alone.\n  every_steps: 0\n" in printed
+        assert "  # Takes the first this many rows; 0 takes all.\n  max_prompts: 0\n" in printed
+
+
 @pytest.mark.parametrize(
     ("name", "word", "key", "default"),
     [
@@ -250,6 +268,7 @@ def test_help_names_the_configuration_that_a_command_starts_from(capsys: pytest.
 
     assert "\nstarts from sft.yaml in /" in help_of("sft") and "quickstart_" not in help_of("sft")
     assert "\nstarts from rl.yaml or sft.yaml in /" in help_of("plan")
+    assert "--print-config  " in help_of("quickstart") and "every key with its meaning" in help_of("quickstart")
     assert "overrides:" in help_of("sft") and "[KEY=VALUE ...]" in help_of("sft")
     told = help_of("doctor")
     assert "--json" in told and not any(word in told for word in ("KEY=VALUE", "overrides", "--config-name", ".yaml"))

@@ -74,7 +74,7 @@ def _add_configuration(parser: Parser, *, shown: bool) -> None:
         "overrides": "changes to the configuration, see below",
         "--config-path": "your folder of YAML; the shipped one is searched after it",
         "--config-name": "the YAML to start from (default: the one that has the command's name)",
-        "--print-config": "print the configuration, all defaults filled in, and stop",
+        "--print-config": "show every key with its meaning and its value, all defaults filled in, and stop",
     }
     told = helps if shown else dict.fromkeys(helps, argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=told["overrides"])

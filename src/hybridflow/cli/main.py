@@ -76,7 +76,8 @@ def _top_parser() -> Parser:
         prog="hybridflow",
         usage="hybridflow COMMAND [KEY=VALUE ...] [options]",
         description="Post-training of large language models, from a laptop CPU to a GPU cluster.",
-        epilog=f"commands:\n{lines}\n`hybridflow COMMAND --help` shows a command's options and examples.",
+        epilog=f"commands:\n{lines}\n`hybridflow COMMAND --help` shows a command's options and examples, "
+        "`hybridflow COMMAND --print-config` every key with its meaning.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -4,7 +4,8 @@ import dataclasses
 import enum
 import json
 import re
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -16,6 +17,7 @@ from hybridflow.config.explain import explain_all, explain_huge
 
 T = TypeVar("T")
 
+_COMMENT_WIDTH = 120
 _STAND_INS: tuple[Any, ...] = ("???", ["???"], 1, 0.5, True, {})
 
 
@@ -38,7 +40,10 @@ def load_config(
 def describe_config(
     cls: type[Any], *, config_name: str, config_path: str | Path | None = None, overrides: Sequence[str] = ()
 ) -> str:
-    """The configuration that `load_config` would load, all defaults filled in, as YAML; what is still to be set stays `???`."""
+    """The configuration that `load_config` would load, all defaults filled in, as YAML with what each key means as a comment above it.
+
+    What is still to be set stays `???`.
+    """
     from hybridflow.config.composition import MISSING, compose_values, iter_missing
 
     values = compose_values(
@@ -51,7 +56,28 @@ def describe_config(
     for path in missing:
         *above, last = schema.own_path(cls, path)
         _descend(plain, above)[_key(last, _descend(plain, above))] = MISSING
-    return to_yaml(plain)
+    return _comment(cls.__doc__, "") + "".join(_iter_commented(cls, plain, ()))
+
+
+def _iter_commented(cls: type, section: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    """The lines of the section at `path`, each key below its comment."""
+    indent = "  " * len(path)
+    for key, value in section.items():
+        below = (*path, key)
+        field = schema.field_at(cls, below)
+        yield _comment(field.description if field else None, indent)
+        if isinstance(value, Mapping) and schema.classes_at(cls, below):
+            yield f"{indent}{key}:\n"
+            yield from _iter_commented(cls, value, below)
+        else:
+            yield textwrap.indent(to_yaml({key: value}), indent)
+
+
+def _comment(text: str | None, indent: str) -> str:
+    lead = f"{indent}# "
+    return "".join(
+        f"{lead}{line}\n" for line in textwrap.wrap(text or "", _COMMENT_WIDTH - len(lead), break_on_hyphens=False)
+    )
 
 
 def _stand_in(cls: type, values: Any, path: tuple[str, ...]) -> None:

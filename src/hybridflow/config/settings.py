@@ -8,6 +8,7 @@ from pydantic import ConfigDict, ValidationError
 from pydantic import Field as Field
 from pydantic.dataclasses import dataclass
 
+from hybridflow.config import schema
 from hybridflow.config.errors import ConfigError
 from hybridflow.config.explain import explain_all
 
@@ -29,6 +30,11 @@ def settings(cls: type[T]) -> type[T]:
     Constructing one with a wrong value raises `ConfigError`.
     """
     checked: type[Any] = dataclass(frozen=True, kw_only=True, config=_RULES)(cls)
+    # Pydantic reads the strings of the class itself alone.
+    for base in filter(schema.is_settings, cls.__mro__[1:]):
+        for name, field in schema.fields(base).items():
+            own = schema.fields(checked)[name]
+            own.description = own.description or field.description
     construct = checked.__init__
 
     @functools.wraps(construct)
