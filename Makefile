@@ -39,7 +39,7 @@ quickstart: $(READY) ## a small model learns to add, by SFT and then GRPO
 
 chromium: .venv/.chromium ## a browser for the tests of the report: the machine's, else Debian's in .venv
 
-check: lint types imports test-fast ## what to run before each commit, under a minute
+check: lint types imports test-fast ## what to run before each commit, a few minutes on two cores
 
 test: lint types imports test-parts test-runs ## what CI runs, but for test-vllm
 

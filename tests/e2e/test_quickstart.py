@@ -26,7 +26,9 @@ def numbers_of(run: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.timeout(400)
-def test_one_process_and_ray_write_the_same_numbers(tmp_path: Path, ray_cluster: None) -> None:
+def test_one_process_and_ray_write_the_same_numbers(
+    tmp_path: Path, ray_cluster: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     results = {}
     for kind in ("local", "ray"):
         config = QuickstartConfig(
@@ -34,6 +36,9 @@ def test_one_process_and_ray_write_the_same_numbers(tmp_path: Path, ray_cluster:
         )  # fmt: skip
         results[kind] = run_quickstart(config)
         assert set(results[kind]) == {"sft_accuracy", "rl_accuracy", "seconds", "run"}
+        told, report = capsys.readouterr().err, Path(results[kind]["run"]) / "report.html"
+        assert "after step 2\n" in told and "the goal of 95% was not reached" in told
+        assert f"samples: {report}\n" in told and report.exists()
     assert results["local"]["sft_accuracy"] == results["ray"]["sft_accuracy"]
     for suffix in ("-sft", ""):
         local, ray = (tmp_path / "quickstart" / f"{kind}{suffix}" for kind in ("local", "ray"))

@@ -267,7 +267,7 @@ def test_help_names_the_configuration_that_a_command_starts_from(capsys: pytest.
         return capsys.readouterr().out
 
     assert "\nstarts from sft.yaml in /" in help_of("sft") and "quickstart_" not in help_of("sft")
-    assert "\nstarts from rl.yaml or sft.yaml in /" in help_of("plan")
+    assert "\nstarts from rl.yaml or sft.yaml in /" in help_of("plan") and "plan [rl | sft] " in help_of("plan")
     assert "--print-config  " in help_of("quickstart") and "every key with its meaning" in help_of("quickstart")
     assert "overrides:" in help_of("sft") and "[KEY=VALUE ...]" in help_of("sft")
     told = help_of("doctor")

@@ -115,7 +115,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([*SFT, "data.response_column=gold"], "data.response_column: there is no column 'gold'; set it to one of prompt, answer"),
         ([*RL, "data.format=chat"], "data.format: chats need a chat template and the tokenizer has none; use"),
         ([*RL, "reward.function=rewards.py"], "reward.function: 'rewards.py' names no function; write pkg.mod:fn"),
-        ([*RL, "reward.function=rewards.py:nosuch"], "reward.function: it cannot be loaded: AttributeError: "),
+        ([*RL, "reward.function=rewards.py:god"], "reward.function: '{place}/rewards.py' has no 'god'; the nearest is 'good'"),
+        ([*RL, "reward.function=rewards.py:X2"], "reward.function: '{place}/rewards.py' has no 'X2'; functions there: asks, good"),
         ([*RL, "reward.function=rewards.py:X"], "reward.function: it is int, not a function; correct '"),
         ([*RL, "reward.function=torn.py:good"], "reward.function: it cannot be loaded: SyntaxError: "),
         ([*RL, "reward.function=rewards.py:asks"], "reward.function: its parameter 'gold' is no column; the columns are "),
@@ -264,7 +265,7 @@ def test_a_wrong_command_line(
     shown = capsys.readouterr()
     assert shown.out == ""
     (line,) = [line for line in shown.err.splitlines() if line.startswith("error: ")]
-    assert line.startswith(f"error: {message}")
+    assert line.startswith(f"error: {message.replace('{place}', str(place))}")
     assert ("; " in line or ": rename " in line or ": name " in line) and "Traceback" not in shown.err
 
 

@@ -407,7 +407,7 @@ def test_the_command_writes_the_report_and_says_where(tmp_path: Path, capsys: py
     other = tmp_path / "other.html"
     assert main(["report", str(run), f"output={other}"]) == 0 and "Mean reward" in other.read_text()
     for words, told in (
-        ([], "error: run is required"),
+        ([], "error: no run is named; write hybridflow report RUN"),
         ([str(tmp_path / "none")], "is no directory; give a run's directory"),
         ([str(tmp_path / "project")], "give one of the runs in it, as "),
         ([str(run), f"output={tmp_path}"], "name an HTML file in a directory that is there"),

@@ -33,6 +33,7 @@ class PlanCommand(Command):
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """See `Command.add_options`."""
+        parser.usage = "hybridflow plan [rl | sft] [KEY=VALUE ...] [options]"
         parser.add_argument("--graph", action="store_true", help="print the calls of a step and what each waits for")
         parser.add_argument("--svg", metavar="FILE", type=Path, help="draw them, too")
 

@@ -23,6 +23,12 @@ class ReportCommand(Command):
 
     def choose(self, parsed: argparse.Namespace) -> Command:
         """See `Command.choose`; a first word that sets no key is the run."""
+        if not (parsed.overrides or parsed.config_name):
+            from hybridflow.config import ConfigError  # imports slowly
+
+            raise ConfigError(
+                "no run is named; write hybridflow report RUN, such as hybridflow report runs/default/first"
+            )
         first = [word for word in parsed.overrides[:1] if not word.startswith(("run=", "output=", "+", "~"))]
         parsed.overrides = [f"run={_quote(word)}" for word in first] + parsed.overrides[len(first) :]
         return self

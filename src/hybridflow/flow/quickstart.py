@@ -69,9 +69,14 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
     )
     run_sft(sft)
     rl = _rl_config(config, name, files)
-    _tell(f"2. GRPO on rewards for right answers, until {rl.evaluation.stop_at:.0%} do, or {rl.steps} steps")
+    _tell(f"2. GRPO on rewards for right answers, until {config.stop_at:.0%} do, at the latest after step {rl.steps}")
     result = run_rl(rl)
     seconds = time.perf_counter() - started_s
+    if (right := result["eval/reward_mean"]) < config.stop_at:
+        _tell(
+            f"{right:.1%} of the validation sums come out right: the goal of {config.stop_at:.0%} was not reached; try more rl_steps"
+        )
+    _tell(f"Its curves, times and samples: {result['run']}/report.html")
     _tell(f"""Try it: hybridflow generate model.path={result["run"]} 'prompts=["37+48="]' sampling.temperature=0""")
     return {
         "sft_accuracy": _accuracy(config, str(root / f"{name}-sft"), files["test"], rl),

@@ -107,7 +107,9 @@ def load_function(transport: Transport) -> Callable[..., Any]:
                 _import_file(transport["file"]) if "file" in transport else importlib.import_module(transport["module"])
             )
             for part in transport["name"].split("."):
-                found = getattr(found, part)
+                found = _find(part, found, _place(transport))
+    except FunctionError:
+        raise
     except (Exception, SystemExit) as error:
         raise FunctionError(f"it cannot be loaded: {_one_line(error)}; mend {_describe(transport)}") from error
     if not callable(found):
@@ -116,10 +118,26 @@ def load_function(transport: Transport) -> Callable[..., Any]:
     return loaded
 
 
+def _find(name: str, owner: Any, place: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        import difflib
+
+        there = [other for other in dir(owner) if not other.startswith("_") and callable(getattr(owner, other))]
+        near = difflib.get_close_matches(name, there, n=1)
+        remedy = f"the nearest is '{near[0]}'" if near else f"functions there: {', '.join(there[:10]) or 'none'}"
+        raise FunctionError(f"'{place}' has no '{name}'; {remedy}") from None
+
+
 def _describe(transport: Transport) -> str:
     if "pickle" in transport:
         return "the function that was passed"
-    return f"'{transport['file'] if 'file' in transport else transport['module']}:{transport['name']}'"
+    return f"'{_place(transport)}:{transport['name']}'"
+
+
+def _place(transport: Transport) -> str:
+    return transport["file"] if "file" in transport else transport["module"]
 
 
 def read_parameters(function: Loaded) -> Parameters:
