@@ -39,7 +39,7 @@ NAMES: dict[str, Name] = {
     "policy/clip_fraction_dual": Name("Clipped by the dual clip", "share", "Tokens without gradient because of it"),
     "advantages/mean": Name("Advantage before normalising, mean", "reward", "Over the counted tokens of the whole batch"),
     "advantages/std": Name("Advantage before normalising, spread", "reward", "Over the counted tokens of the whole batch"),
-    "policy/version": Name("Weight version", "", "Counts updates that changed the weights"),
+    "policy/version": Name("Weight version", "", "Counts steps that changed the weights"),
     "response/length_mean": Name("Response length, mean", "tokens", "Of rows whose rollout did not fail"),
     "response/length_max": Name("Response length, longest", "tokens", "Of rows whose rollout did not fail"),
     "response/cut_off": Name("Cut off", "share", "Responses that reached max_new_tokens or the context"),
