@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -467,7 +467,13 @@ def test_a_wrong_value_in_a_section_is_told_the_sections_own_default() -> None:
 
 ALPHABET = string.ascii_letters + string.digits + " ${}\\'\"#:,[]\n\t?!&*|>%@`é漢"
 TEXTS = st.text(alphabet=ALPHABET, max_size=20).filter(lambda text: text != "???")
-VALUES = st.none() | TEXTS | st.integers() | st.lists(st.booleans(), max_size=3)
+VALUES = (
+    st.none()
+    | TEXTS
+    | st.from_regex(r"[-+]?[0-9._]{1,3}[eE:]?[-+]?[0-9]{0,2}", fullmatch=True)
+    | st.integers()
+    | st.lists(st.booleans(), max_size=3)
+)
 
 
 @hypothesis_settings(max_examples=20, deadline=None)
@@ -477,6 +483,7 @@ VALUES = st.none() | TEXTS | st.integers() | st.lists(st.booleans(), max_size=3)
     lr=st.floats(min_value=1e-300, allow_nan=False, allow_infinity=False),
     extra=st.dictionaries(st.sampled_from(["a", "b c", "0"]), VALUES, max_size=3),
 )
+@example(text="1e3", note="0E0", lr=1.0, extra={"a": "-1_0e+5", "b c": ["2E2"]})
 def test_written_yaml_reads_back_the_same(
     tmp_path_factory: pytest.TempPathFactory, text: str, note: str | None, lr: float, extra: dict[str, Any]
 ) -> None:
