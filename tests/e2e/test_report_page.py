@@ -151,6 +151,37 @@ def test_it_fits_the_window_is_legible_and_asks_for_nothing(
     assert background == ("rgb(13, 17, 23)" if dark else "rgb(245, 246, 248)")
 
 
+LABELS = """
+[...document.querySelectorAll('.y span')].map((label) => {
+  const words = document.createRange();
+  words.selectNodeContents(label);
+  const measured = [words, label.closest('figure'), label.closest('.plot').querySelector('.area')];
+  const [text, card, area] = measured.map((item) => item.getBoundingClientRect());
+  const line = area.top + area.height * parseFloat(label.style.top) / 100;
+  return [label.textContent, text.left - card.left, area.left - text.right, (text.top + text.bottom) / 2 - line];
+})
+"""
+"""Of each label of a y axis: its text, its distance from its card's edge and from the curves, and how far below its grid line it is."""
+
+
+@pytest.mark.parametrize("size", [LAPTOP, PHONE])
+def test_labels_of_an_axis_stand_within_their_card_at_their_lines(
+    browser: Browser, size: tuple[int, int], tmp_path: Path
+) -> None:
+    lines = [
+        {"step": step, "reward/mean": 1e-5 * step, "memory/peak_rss_bytes": 1e9 + 2e5 * step, "time/update_s": step / 10, "time/step_s": 1}
+        for step in range(1, 9)
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "config.yaml").write_text("steps: 8\nprompts_per_step: 1\n")
+    browser.show(write_report(tmp_path), *size)
+    labels = browser.run(LABELS)
+    assert max(len(text) for text, *_ in labels) >= len("954.63 MiB") and len(labels) > 8
+    for text, from_edge, from_curves, below in labels:
+        assert from_edge >= 13 and from_curves >= 7 and abs(below) <= 2, (text, from_edge, from_curves, below)
+    assert browser.run("document.documentElement.scrollWidth") == size[0]
+
+
 def test_curves_and_tokens_answer_to_the_keyboard(browser: Browser, rl_run: Path) -> None:
     browser.show(rl_run / "report.html", *LAPTOP)
     assert browser.run("document.getElementById('tip').hidden") is True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import html
 import json
 import re
 import time
@@ -167,6 +168,7 @@ def test_the_style_has_each_colour_of_phases() -> None:
     [
         (0.0, "", "0"), (0.03125, "nats", "0.0312 nats"), (12345.6, "tokens/s", "12,346 tokens/s"), (3 * 2**20, "bytes", "3 MiB"),
         (0.8125, "share", "81.2 %"), (0.00028, "s", "0.28 ms"), (42.06, "s", "42.1 s"), (725.0, "s", "12 min 5 s"),
+        (1000.4 * 2**20, "bytes", "1000 MiB"), (633.7 * 2**20, "bytes", "634 MiB"),
         (12000.0, "s", "3 h 20 min"), (1.5e-7, "", "1.5e-7"), (float("nan"), "s", "not finite"),
     ],
 )  # fmt: skip
@@ -352,6 +354,42 @@ def test_samples_carry_their_numbers(tmp_path: Path) -> None:
 
 
 # Bounds and safety
+
+
+@pytest.mark.parametrize(
+    ("values", "still"),
+    [
+        ([5.0, 5.0, 5.0], True), ([0.0, 0.0, 0.0], True), ([1.0, 0.9992, 1.0], True), ([-1.0, -1.0009, -1.0], True), ([1e-3], False),
+        ([1.0, 0.9988, 1.0], False), ([0.0, 1e-9, 0.0], False), ([-1e-4, 1e-4, 0.0], False), ([1e-3, 9.5e-4, 9e-4], False),
+        ([5.0, float("nan"), 5.0], False),
+    ],
+)  # fmt: skip
+def test_a_curve_that_hardly_changes_is_told_as_a_number(values: list[float], still: bool, tmp_path: Path) -> None:
+    page = build_report(read_run(write_run(tmp_path, [{"step": i, "train/x": v} for i, v in enumerate(values, 1)])))
+    assert ('<figure class="chart" data-metric="train/x"' not in page) == still
+    assert ('<span class="fact" data-find="train/x' in page) == still
+
+
+def test_only_keys_of_the_configuration_are_coloured(tmp_path: Path) -> None:
+    config = """\
+steps: 4
+optimizer:
+  betas:
+  - 0.9
+  - http://host:80
+  'quoted: key': 1
+reward:
+- kind: exact
+  text: 'a: b'
+- {kind: near}
+- "c: d"
+-1: 2
+"""
+    page = build_report(read_run(write_run(tmp_path, [], config__yaml=config)))
+    code = re.findall(r'<pre class="code">(.*?)</pre>', page, re.DOTALL)[0]
+    keys = re.findall(r'<span class="key">(.*?)</span>', code)
+    assert keys == ["steps", "optimizer", "betas", "&#39;quoted: key&#39;", "reward", "kind", "text", "-1"]
+    assert html.unescape(re.sub(r"<.*?>", "", code)) == config
 
 
 @pytest.mark.slow

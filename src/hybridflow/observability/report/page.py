@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import math
+import re
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -27,6 +28,8 @@ MAX_CURVES = 120
 MAX_CONFIG = 200_000
 """Characters of config.yaml that are shown."""
 
+STILL = 1e-3
+"""A curve whose values differ by less than this, of the largest, is told as one number: noise would fill its axis."""
 MAX_HISTORY = 200
 """Starts and ends that are listed."""
 
@@ -38,6 +41,7 @@ STATES = {
     "vanished": ("Ended without a word", "bad"),
     "unknown": ("Unfinished", "warn"),
 }
+_KEY = re.compile(r"""(\s*(?:- )*)(?!- )([^\s:"'{\[#][^:]*|"[^"]*"|'[^']*')(:(?:\s.*)?)""")
 KINDS = {"rl": "Reinforcement learning", "sft": "Supervised fine-tuning", "run": "Run"}
 
 
@@ -88,7 +92,7 @@ def build_report(record: RunRecord) -> str:
         record=record,
         starts=_build_starts(record),
         notes=_build_notes(record),
-        config_text=record.config_text[:MAX_CONFIG],
+        config_lines=[_split_key(line) for line in record.config_text[:MAX_CONFIG].splitlines()],
         config_cut=len(record.config_text) > MAX_CONFIG,
         versions=_list_versions(record),
         command=" ".join(map(str, record.environment.get("command") or [])),
@@ -140,8 +144,17 @@ def _group(charts: list[Chart]) -> list[tuple[str, list[Chart], list[Chart]]]:
 
 
 def _is_constant(chart: Chart) -> bool:
-    lows, highs = chart.points.get("l", []), chart.points.get("h", chart.points.get("l", []))
-    return not chart.bad and chart.count > 1 and min(lows) == max(highs)
+    if chart.bad or chart.count < 2:
+        return False
+    lows = chart.points["l"]
+    low, high = min(lows), max(chart.points.get("h", lows))
+    return low == high or high - low < STILL * max(abs(low), abs(high))
+
+
+def _split_key(line: str) -> tuple[str, str, str]:
+    """What stands before a line's key, the key, and the rest: `("  - ", "kind", ": constant")`; `("", "", "- 0.9")` where it has no key."""
+    found = _KEY.fullmatch(line)
+    return (found[1], found[2], found[3]) if found else ("", "", line)
 
 
 def _describe_ending(record: RunRecord) -> str:

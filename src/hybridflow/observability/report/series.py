@@ -134,4 +134,5 @@ def _scaled(value: float, base: float, units: tuple[str, ...]) -> str:
     power = 0
     while abs(value) >= base and power < len(units) - 1:
         value, power = value / base, power + 1
-    return f"{value:.3g} {units[power]}"
+    # Three digits of 1,000 to 1,023 would be written with an exponent.
+    return f"{value:.0f} {units[power]}" if abs(value) >= 100 else f"{value:.3g} {units[power]}"
