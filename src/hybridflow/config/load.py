@@ -165,7 +165,7 @@ def to_yaml(value: Any) -> str:
     """
     import yaml
 
-    class Dumper(yaml.SafeDumper):
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
         """Quotes what is a number to OmegaConf alone, as `1e3` and `0E0`."""
 
     Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
