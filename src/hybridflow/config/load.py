@@ -18,7 +18,7 @@ from hybridflow.config.explain import explain_all, explain_huge
 T = TypeVar("T")
 
 _COMMENT_WIDTH = 120
-_EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$")
+_EXPONENT = re.compile(r"[-+]?[0-9._]+[eE][-+]?[0-9]+$")
 _STAND_INS: tuple[Any, ...] = ("???", ["???"], 1, 0.5, True, {})
 
 
@@ -168,7 +168,7 @@ def to_yaml(value: Any) -> str:
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
         """Quotes what is a number to OmegaConf alone, as `1e3` and `0E0`."""
 
-    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
     written: str = yaml.dump(_escape(to_plain(value)), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=2**20)
     return written
 
