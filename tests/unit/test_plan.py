@@ -168,7 +168,7 @@ def test_the_page_in_one_process(task: Path) -> None:
         "  a step       6 prompts × 4 samples = 24 rows, 2 updates\n"
         "  engine       native: on a CPU it uses the trainer's own weights, and nothing else is faster\n"
         "  evaluation   8 prompts × 1 sample, every 20 steps and after the last\n"
-        "  checkpoints  after the last step; the newest 2 are kept\n"
+        "  checkpoints  every 50 steps and after the last; the newest 2 are kept\n"
         f"  memory       {plan.facts['memory']}\n"
         "\n"
         "placement: all roles in this process\n"
