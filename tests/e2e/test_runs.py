@@ -254,6 +254,9 @@ def test_what_a_stopped_run_leaves_and_what_another_start_changes_are_told(
     (path,) = tmp_path.rglob("history.jsonl")
     assert [line["changed"] for line in read_lines(path) if "changed" in line] == [{"sampling.temperature": [1.0, 0.5]}]
     assert "other settings" not in run("steps=5", "sampling.temperature=0.5")
+    path.with_name("config.yaml").write_text("steps: [")
+    with pytest.raises(ConfigError, match=r"run.name: '.*config.yaml' cannot be read as YAML, .*; mend or delete it"):
+        run("steps=6", "sampling.temperature=0.5")
 
 
 def test_fast_mode_resumes_within_tolerance(task: dict[str, str], start: str, tmp_path: Path) -> None:

@@ -111,7 +111,9 @@ class RunDirectory:
         engine:  which one generates, and why; None where nothing is generated.
         """
         config = self.path / "config.yaml"
-        changed = _compare(config.read_text(), config_yaml) if resume_step and config.is_file() else {}
+        changed = (
+            _compare(_read_settings(config), yaml.safe_load(config_yaml)) if resume_step and config.is_file() else {}
+        )
         config.write_text(config_yaml)
         environment = {**describe_environment(), "rollout_engine": engine, "sources": dict(sources)}
         (self.path / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
@@ -228,9 +230,18 @@ def claim_name(root: Path, stamp: str, ending: str = "") -> str:
     return name
 
 
-def _compare(before_yaml: str, after_yaml: str) -> dict[str, tuple[Any, Any]]:
+def _read_settings(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise ConfigError(
+            f"run.name: '{path}' cannot be read as YAML, so what changed since cannot be told; mend or delete it"
+        ) from None
+
+
+def _compare(before: Any, after: Any) -> dict[str, tuple[Any, Any]]:
     """Settings that differ, by dotted key, but for those that change no number: how far to go, what to keep, and where."""
-    before, after = (dict(_iter_leaves(yaml.safe_load(text))) for text in (before_yaml, after_yaml))
+    before, after = dict(_iter_leaves(before)), dict(_iter_leaves(after))
     return {
         key: (before.get(key), after.get(key))
         for key in dict.fromkeys((*before, *after))
